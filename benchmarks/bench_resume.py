@@ -1,0 +1,159 @@
+"""Time to first token of the next turn: cold, KV still in the radix tree, from memory, from SSD.
+
+One server with the krul backend measures cold, radix and memory; then it is killed, and a new one measures
+SSD after one unrelated warm-up request of 64 tokens. Same prompts, same flags and same attention backend
+for every row. A round is: a history of N random tokens under a session; the next turn (32 new tokens) with
+the history in the tree; pause; the next turn again (32 others) from memory; pause. And one cold request of
+the same length under another cache salt.
+
+    python -m benchmarks.bench_resume --json
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import json
+import mmap
+import random
+import statistics
+import sys
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+if __package__ in (None, ""):  # run as a file: make the package importable
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from benchmarks.harness import Server, model_arguments, stamp, tokens, workspace, write_config
+from benchmarks.report import bars, table
+
+TURN_TOKENS = 32
+COLUMNS = ("cold_s", "radix_s", "memory_s", "ssd_s")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--sizes", type=int, nargs="+", default=[1000, 3000, 6000], help="history tokens")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--json", action="store_true", help="the last line is one JSON object")
+    parser.add_argument("--plot", type=Path, default=Path(__file__).parent / "results" / "resume.png")
+    options = parser.parse_args()
+    with workspace("bench-resume") as place:
+        times, resident = measure(place, options.sizes, options.rounds, random.Random(options.seed))
+    rows = [row(size, times[size]) for size in options.sizes]
+    machine = stamp()
+    show(rows, resident)
+    bars(rows, COLUMNS, options.plot, f"time to first token, {machine['cpu']}, {machine['cores']} cores")
+    print(f"plot: {options.plot}")
+    if options.json:
+        result = {"rows": rows, "rounds": options.rounds, "ssd_page_cache_resident": resident, **machine}
+        print(json.dumps(result))
+
+
+def measure(
+    place: Path, sizes: list[int], rounds: int, rng: random.Random
+) -> tuple[dict[int, dict[str, list[float]]], float]:
+    """Seconds by size and column, and the share of the store in the page cache before the SSD rows."""
+    environment = {"KRUL_CONFIG": str(write_config(place / "krul.yaml", place / "store"))}
+    arguments = [*model_arguments(), "--radix-cache-backend", "krul"]
+    times: dict[int, dict[str, list[float]]] = {size: defaultdict(list) for size in sizes}
+    paused: list[tuple[int, str, list[int]]] = []
+    server = Server(arguments, environment, place / "server.log")
+    try:
+        server.wait_ready()
+        server.generate(tokens(rng, 64), new_tokens=4)
+        for number in range(rounds):
+            for size in sizes:
+                name = f"bench-{number}-{size}"
+                paused.append((size, name, one_round(server, name, size, times[size], rng)))
+                print(f"round {number + 1}/{rounds}: {size} tokens", file=sys.stderr, flush=True)
+    finally:
+        server.kill()
+    resident = resident_share(place / "store")
+    server = Server(arguments, environment, place / "server.log")
+    try:
+        server.wait_ready()
+        server.generate(tokens(rng, 64), new_tokens=4)
+        for size, name, history in paused:
+            timed = server.generate(history + tokens(rng, TURN_TOKENS), session_id=name)
+            require_restored(timed.meta, size)
+            times[size]["ssd_s"].append(timed.ttft_s)
+    finally:
+        server.kill()
+    return times, resident
+
+
+def one_round(
+    server: Server, name: str, size: int, times: dict[str, list[float]], rng: random.Random
+) -> list[int]:
+    """Measure cold, radix and memory; leaves the session paused and returns its history."""
+    history = tokens(rng, size)
+    cold = server.generate(tokens(rng, size + TURN_TOKENS), cache_salt=f"cold-{name}")
+    assert cold.meta["cached_tokens"] == 0, cold.meta
+    times["cold_s"].append(cold.ttft_s)
+    server.generate(history, session_id=name)
+    radix = server.generate(history + tokens(rng, TURN_TOKENS), session_id=name)
+    assert radix.meta["cached_tokens_details"]["device"] >= size - 16, radix.meta
+    times["radix_s"].append(radix.ttft_s)
+    server.pause(name)
+    memory = server.generate(history + tokens(rng, TURN_TOKENS), session_id=name)
+    require_restored(memory.meta, size)
+    times["memory_s"].append(memory.ttft_s)
+    server.pause(name)
+    return history
+
+
+def require_restored(meta: dict[str, Any], size: int) -> None:
+    """A row must be what it says: all full pages of the history came from the store."""
+    restored = meta["krul"]["restored_tokens"]
+    if restored < size // 16 * 16:
+        raise RuntimeError(f"{restored} of {size} tokens were restored: {meta}")
+
+
+def row(size: int, times: dict[str, list[float]]) -> dict[str, Any]:
+    """Medians and their ratios."""
+    medians = {column: statistics.median(times[column]) for column in COLUMNS}
+    return {
+        "tokens": size,
+        **{column: round(value, 4) for column, value in medians.items()},
+        "memory_over_radix": round(medians["memory_s"] / medians["radix_s"], 3),
+        "ssd_over_radix": round(medians["ssd_s"] / medians["radix_s"], 3),
+        "cold_over_memory": round(medians["cold_s"] / medians["memory_s"], 2),
+        "cold_over_ssd": round(medians["cold_s"] / medians["ssd_s"], 2),
+        "spread": {
+            column: [round(min(times[column]), 4), round(max(times[column]), 4)] for column in COLUMNS
+        },
+    }
+
+
+def show(rows: list[dict[str, Any]], resident: float) -> None:
+    """The readable table."""
+    names = ("tokens", *COLUMNS, "memory_over_radix", "ssd_over_radix", "cold_over_memory", "cold_over_ssd")
+    print(table(names, [[str(entry[name]) for name in names] for entry in rows]))
+    print(f"page cache before the SSD rows: {resident:.0%} of the stored bytes resident")
+
+
+def resident_share(store: Path) -> float:
+    """Share of the store's pages in the page cache, by mincore(2)."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    total = resident = 0
+    for path in store.rglob("*"):
+        if not path.is_file() or path.stat().st_size == 0:
+            continue
+        with path.open("rb") as file, mmap.mmap(file.fileno(), 0, mmap.MAP_PRIVATE) as mapped:
+            pages = -(-len(mapped) // mmap.PAGESIZE)
+            vector = (ctypes.c_ubyte * pages)()
+            address = ctypes.addressof(ctypes.c_char.from_buffer(mapped))
+            if libc.mincore(ctypes.c_void_p(address), ctypes.c_size_t(len(mapped)), vector) != 0:
+                raise OSError(ctypes.get_errno(), f"mincore of {path}")
+            resident += sum(value & 1 for value in vector)
+            total += pages
+    return resident / total if total else 0.0
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""The HTTP API of sessions: schemas, routes, and a client."""

@@ -1,0 +1,226 @@
+"""A client of the session routes: the same verbs, typed answers, the errors of sgl_krul.errors.
+
+    with KrulClient("http://127.0.0.1:30000") as krul:
+        krul.pause("chat-17")
+        print(krul.session("chat-17").tier)
+"""
+
+from __future__ import annotations
+
+from types import TracebackType
+from typing import Any, NoReturn, Self, TypeVar
+from urllib.parse import quote
+
+import httpx
+from pydantic import BaseModel, ValidationError
+
+from sgl_krul.api.schemas import DeleteResult, Overview, PauseResult, ResumeResult, SessionInfo
+from sgl_krul.errors import (
+    InvalidSessionId,
+    KrulError,
+    SessionBusy,
+    StoreFull,
+    StoreUnavailable,
+    UnknownSession,
+)
+
+__all__ = ["KrulClient"]
+
+_M = TypeVar("_M", bound=BaseModel)
+
+_ROUTE = "/v1/sessions"
+_ERRORS: dict[int, type[KrulError]] = {
+    error.status: error for error in (InvalidSessionId, UnknownSession, SessionBusy, StoreFull, StoreUnavailable)
+}
+# A pause writes gigabytes: the server's own timeouts are the ones that matter.
+_DEFAULT_TIMEOUT_S = 600.0
+_CONNECT_TIMEOUT_S = 5.0
+
+
+class KrulClient:
+    """Talks to one server. Closed by `close()` or the end of a `with` block; safe to use from several threads.
+
+    `timeout_s` bounds the wait for one answer. Every method raises KrulError (or the class of it that the server
+    names): also when there is no server, no krul in it, or a wrong key.
+    """
+
+    def __init__(
+        self, base_url: str, api_key: str | None = None, timeout_s: float = _DEFAULT_TIMEOUT_S
+    ) -> None:
+        self.base_url = _checked(base_url)
+        self._http = httpx.Client(
+            base_url=self.base_url,
+            headers={} if api_key is None else {"Authorization": f"Bearer {api_key}"},
+            timeout=httpx.Timeout(timeout_s, connect=min(timeout_s, _CONNECT_TIMEOUT_S)),
+            trust_env=False,  # a proxy of the environment does not lead to a server on this machine
+        )
+
+    def sessions(self) -> Overview:
+        """All sessions, the tiers and counters."""
+        return self._call("GET", _ROUTE, Overview)
+
+    def session(
+        self, session_id: str, *, cache_salt: str | None = None, extra_key: str | None = None
+    ) -> SessionInfo:
+        """One session. Salts are those the chat's requests carry."""
+        return self._call("GET", _path(session_id), SessionInfo, params=_given(cache_salt, extra_key))
+
+    def pause(
+        self,
+        session_id: str,
+        *,
+        timeout_s: float | None = None,
+        cache_salt: str | None = None,
+        extra_key: str | None = None,
+    ) -> PauseResult:
+        """Store the session's KV and free its device pages.
+
+        A running turn is waited for, `timeout_s` at most (the server's default without it), then SessionBusy.
+        """
+        body = _given(cache_salt, extra_key, timeout_s)
+        return self._call("POST", f"{_path(session_id)}/pause", PauseResult, body=body)
+
+    def resume(
+        self,
+        session_id: str,
+        *,
+        timeout_s: float | None = None,
+        cache_salt: str | None = None,
+        extra_key: str | None = None,
+    ) -> ResumeResult:
+        """Bring the session to memory ahead of its next request, which would do it by itself."""
+        body = _given(cache_salt, extra_key, timeout_s)
+        return self._call("POST", f"{_path(session_id)}/resume", ResumeResult, body=body)
+
+    def delete(
+        self, session_id: str, *, cache_salt: str | None = None, extra_key: str | None = None
+    ) -> DeleteResult:
+        """Delete the session everywhere."""
+        return self._call("DELETE", _path(session_id), DeleteResult, params=_given(cache_salt, extra_key))
+
+    def health(self) -> bool:
+        """True when the server answers and is ready. Raises nothing but for a base URL that can't be used."""
+        try:
+            return self._http.get("/health").status_code == 200
+        except httpx.TransportError:
+            return False
+
+    def close(self) -> None:
+        """Close the connections. A second time does nothing."""
+        self._http.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _call(
+        self,
+        method: str,
+        path: str,
+        model: type[_M],
+        *,
+        body: dict[str, Any] | None = None,
+        params: dict[str, Any] | None = None,
+    ) -> _M:
+        try:
+            response = self._http.request(method, path, json=body, params=params or None)
+        except httpx.TimeoutException as error:
+            raise KrulError(
+                f"{self.base_url} did not answer {method} {path} in time ({type(error).__name__}): is it busy, "
+                "or still starting? Try again, or allow more with timeout_s"
+            ) from error
+        except (httpx.TransportError, httpx.DecodingError) as error:
+            raise KrulError(
+                f"no server can be reached at {self.base_url} ({error}): start one with `krul serve`, or name "
+                "another with --url or $KRUL_URL"
+            ) from error
+        if not response.is_success:
+            self._raise(response, path)
+        try:
+            return model.model_validate_json(response.content)
+        except ValidationError as error:
+            raise self._no_krul(path, f"a {model.__name__} was expected, and something else came") from error
+
+    def _raise(self, response: httpx.Response, path: str) -> NoReturn:
+        status = response.status_code
+        kind, message = _error_of(response)
+        if kind is not None:
+            raise _ERRORS.get(status, KrulError)(message)
+        if status in (401, 403):
+            raise KrulError(
+                f"{self.base_url} refuses the API key (HTTP {status}): give the one the server was started with, "
+                "by --api-key or $KRUL_API_KEY"
+            )
+        if status == 400:
+            raise InvalidSessionId(f"{self.base_url} refuses {path} (HTTP 400): {message}")
+        if status in (404, 405) or 300 <= status < 400:
+            raise self._no_krul(path, f"HTTP {status}")
+        raise KrulError(f"{self.base_url} answered {path} with HTTP {status}: {message}")
+
+    def _no_krul(self, path: str, what: str) -> KrulError:
+        return KrulError(
+            f"the server at {self.base_url} has no session routes ({path}: {what}): start it with `krul serve`, "
+            "or with --radix-cache-backend krul"
+        )
+
+
+def _checked(base_url: str) -> str:
+    try:
+        url = httpx.URL(base_url)
+    except httpx.InvalidURL as error:
+        raise KrulError(f"{base_url!r} is no URL ({error}): give one such as http://127.0.0.1:30000") from error
+    if url.scheme not in ("http", "https") or not url.host:
+        raise KrulError(f"{base_url!r} is no URL of a server: give one such as http://127.0.0.1:30000")
+    return base_url.rstrip("/").removesuffix("/v1")
+
+
+def _path(session_id: str) -> str:
+    """The id as one segment, every byte that means something in a URL encoded, dots too.
+
+    Raises:
+        InvalidSessionId: empty, or it holds what UTF-8 can't say; the server checks the rest.
+    """
+    if not session_id:
+        raise InvalidSessionId("session_id '' is empty: give 1 to 256 characters")
+    try:
+        encoded = quote(session_id, safe="")
+    except UnicodeEncodeError as error:
+        raise InvalidSessionId(
+            f"session_id {session_id!r} is not Unicode text: give 1 to 256 characters without surrogates"
+        ) from error
+    # "." and ".." would be resolved away on the way, even encoded: a client that means them can't say so.
+    if session_id in (".", "..") or "/../" in f"/{session_id}/" or "/./" in f"/{session_id}/":
+        encoded = encoded.replace(".", "%2E")
+    return f"{_ROUTE}/{encoded}"
+
+
+def _given(
+    cache_salt: str | None, extra_key: str | None, timeout_s: float | None = None
+) -> dict[str, Any]:
+    given = {"cache_salt": cache_salt, "extra_key": extra_key, "timeout_s": timeout_s}
+    return {name: value for name, value in given.items() if value is not None}
+
+
+def _error_of(response: httpx.Response) -> tuple[str | None, str]:
+    """Our error class's name and message; (None, text) for an answer that is not ours.
+
+    SGLang's own errors look alike, but their type is no class of ours.
+    """
+    text = response.text.strip()[:500]
+    try:
+        error = response.json()["error"]
+        kind, message = error["type"], error["message"]
+    except (ValueError, KeyError, TypeError):
+        return None, text
+    if not isinstance(kind, str) or not isinstance(message, str):
+        return None, text
+    known = {cls.__name__ for cls in _subclasses(KrulError)}
+    return (kind if kind in known else None), message
+
+
+def _subclasses(cls: type[KrulError]) -> list[type[KrulError]]:
+    return [cls, *(found for sub in cls.__subclasses__() for found in _subclasses(sub))]

@@ -1,0 +1,85 @@
+"""The session routes, on SGLang's own port and under its API key."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable
+from typing import Any
+
+from fastapi import APIRouter
+from fastapi.responses import JSONResponse
+from pydantic import BaseModel
+
+from sgl_krul.api.schemas import (
+    DeleteResult,
+    ErrorBody,
+    Overview,
+    PauseRequest,
+    PauseResult,
+    ResumeRequest,
+    ResumeResult,
+    SessionInfo,
+)
+from sgl_krul.engine.frontend import AnswerError, FrontEnd
+from sgl_krul.errors import KrulError
+from sgl_krul.session.record import SessionKey, validate_session_id
+
+__all__ = ["make_router"]
+
+_ERRORS: dict[int | str, dict[str, Any]] = {code: {"model": ErrorBody} for code in (400, 404, 409, 503, 507)}
+
+
+def make_router(front: FrontEnd) -> APIRouter:
+    """The routes over `front`. An id may hold slashes; send it percent-encoded."""
+    router = APIRouter(prefix="/v1/sessions", tags=["sessions"])
+
+    @router.get("", response_model=Overview)
+    async def list_sessions() -> Any:
+        """All sessions this server knows, its tiers and counters."""
+        return await _answer(front.overview(), Overview)
+
+    @router.post("/{session_id:path}/pause", response_model=PauseResult, responses=_ERRORS)
+    async def pause(session_id: str, body: PauseRequest | None = None) -> Any:
+        """Store the session's KV and free its device pages. A running turn is waited for."""
+        body = body or PauseRequest()
+        return await _verb(session_id, body, lambda key: front.pause(key, body.timeout_s), PauseResult)
+
+    @router.post("/{session_id:path}/resume", response_model=ResumeResult, responses=_ERRORS)
+    async def resume(session_id: str, body: ResumeRequest | None = None) -> Any:
+        """Bring the session to memory. Not needed before the next request, which does it by itself."""
+        body = body or ResumeRequest()
+        return await _verb(session_id, body, lambda key: front.resume(key, body.timeout_s), ResumeResult)
+
+    @router.get("/{session_id:path}", response_model=SessionInfo, responses=_ERRORS)
+    async def show(session_id: str, cache_salt: str | None = None, extra_key: str | None = None) -> Any:
+        """One session."""
+        salts = PauseRequest(cache_salt=cache_salt, extra_key=extra_key)
+        return await _verb(session_id, salts, front.show, SessionInfo)
+
+    @router.delete("/{session_id:path}", response_model=DeleteResult, responses=_ERRORS)
+    async def delete(session_id: str, cache_salt: str | None = None, extra_key: str | None = None) -> Any:
+        """Delete the session everywhere."""
+        salts = PauseRequest(cache_salt=cache_salt, extra_key=extra_key)
+        return await _verb(session_id, salts, front.forget, DeleteResult)
+
+    return router
+
+
+async def _verb(session_id: str, body: Any, call: Any, model: type[BaseModel]) -> Any:
+    try:
+        key = SessionKey(validate_session_id(session_id), body.cache_salt or None, body.extra_key or None)
+    except KrulError as error:
+        return _error(error.status, type(error).__name__, str(error))
+    return await _answer(call(key), model)
+
+
+async def _answer(call: Awaitable[dict[str, Any]], model: type[BaseModel]) -> Any:
+    try:
+        return model.model_validate(await call)
+    except AnswerError as error:
+        return _error(error.status, error.kind, str(error))
+    except KrulError as error:
+        return _error(error.status, type(error).__name__, str(error))
+
+
+def _error(status: int, kind: str, message: str) -> JSONResponse:
+    return JSONResponse({"error": {"type": kind, "message": message}}, status_code=status)

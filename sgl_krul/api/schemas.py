@@ -1,0 +1,124 @@
+"""What the session routes take and answer. The client reads the same types."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+__all__ = [
+    "DeleteResult",
+    "ErrorBody",
+    "ErrorDetail",
+    "Overview",
+    "PauseRequest",
+    "PauseResult",
+    "ResumeRequest",
+    "ResumeResult",
+    "SessionInfo",
+    "TierInfo",
+]
+
+SessionState = Literal["active", "pausing", "paused", "resuming", "stale"]
+
+
+class _Request(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+    timeout_s: float | None = Field(
+        default=None, ge=0, le=3600, description="How long to wait for a turn that is running; then 409."
+    )
+    cache_salt: str | None = Field(
+        default=None, description="The cache_salt the chat's requests carry, if any."
+    )
+    extra_key: str | None = Field(
+        default=None, description="The extra_key the chat's requests carry, if any."
+    )
+
+
+class PauseRequest(_Request):
+    """Body of POST /v1/sessions/{id}/pause; may be left out."""
+
+
+class ResumeRequest(_Request):
+    """Body of POST /v1/sessions/{id}/resume; may be left out."""
+
+
+class SessionInfo(BaseModel):
+    """One session. `stale`: stored for other weights, dtype or page size; it can't be resumed here."""
+
+    session_id: str
+    salted: bool = Field(description="True when the chat has a cache_salt or extra_key.")
+    state: SessionState
+    tokens: int
+    stored_tokens: int = Field(
+        description="Leading tokens whose KV is stored; the rest is computed at resume."
+    )
+    bytes_raw: int = Field(description="Bytes of that KV as it lies on the device.")
+    bytes_stored: int = Field(description="Bytes it takes in the tier.")
+    tier: str = Field(description='"device" while active, else where the session rests: "memory" or "ssd".')
+    exact: bool
+    corrupt_chunks: int = Field(description="Stored chunks found damaged since the server started.")
+    last_used: float = Field(description="Unix seconds.")
+
+
+class PauseResult(SessionInfo):
+    """What a pause did. `already_paused`: nothing was to be done."""
+
+    already_paused: bool = False
+    device_tokens_freed: int = 0
+    chunks_written: int = 0
+    chunks_kept: int = 0
+    elapsed_ms: float = 0.0
+
+
+class ResumeResult(SessionInfo):
+    """What a resume did. `reason` says why less than everything was restored ("" when all was)."""
+
+    restored_tokens: int = Field(default=0, description="Tokens now in memory, verified.")
+    recompute_tokens: int = Field(default=0, description="Tokens the next request has to compute.")
+    bytes_read: int = 0
+    restored_from: str = ""
+    missing_chunks: int = 0
+    reason: str = ""
+    elapsed_ms: float = 0.0
+
+
+class DeleteResult(BaseModel):
+    """What a delete did."""
+
+    session_id: str
+    deleted: bool
+    bytes_freed: int
+    device_tokens_freed: int
+
+
+class TierInfo(BaseModel):
+    """What a tier holds and may hold."""
+
+    bytes: int
+    objects: int
+    capacity_bytes: int
+
+
+class Overview(BaseModel):
+    """All sessions, the tiers, and counters since the server started."""
+
+    sessions: list[SessionInfo]
+    tiers: dict[str, TierInfo]
+    counters: dict[str, int]
+    load: dict[str, int]
+    namespace: str
+
+
+class ErrorDetail(BaseModel):
+    """`type` is the name of the error class, `message` says what to do."""
+
+    type: str
+    message: str
+
+
+class ErrorBody(BaseModel):
+    """The body of every answer that is no 2xx."""
+
+    error: ErrorDetail

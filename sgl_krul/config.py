@@ -1,0 +1,310 @@
+"""The configuration: read once from YAML, every key checked, then frozen. The only place that reads the
+environment.
+
+Keys carry their unit (`_bytes`, `_s`); values may be numbers or texts such as `8GiB` and `1h30m`.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import os
+import reprlib
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import Field, dataclass, field, fields
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+import yaml
+
+from sgl_krul.errors import ConfigError
+from sgl_krul.values import (
+    Leaf,
+    choice_leaf,
+    count_leaf,
+    duration_leaf,
+    format_duration,
+    format_size,
+    home,
+    path_leaf,
+    size_leaf,
+)
+
+__all__ = [
+    "ChunkConfig",
+    "Config",
+    "FsyncPolicy",
+    "MemoryConfig",
+    "PauseConfig",
+    "RestoreConfig",
+    "SessionConfig",
+    "SsdConfig",
+    "cache_home",
+    "format_duration",
+    "format_size",
+    "load_config",
+    "parse_config",
+    "resolve_config",
+    "to_mapping",
+]
+
+FsyncPolicy = Literal["always", "commit", "never"]
+_S = TypeVar("_S")
+_LINKER_FLAG = "--unified-cache-external-linker-config"
+_MAX_CHUNK_TOKENS = 1 << 20  # what a chunk header can say
+
+
+def cache_home(environ: Mapping[str, str]) -> Path:
+    """Where sgl-krul keeps files that may be lost: $XDG_CACHE_HOME/sgl-krul, else ~/.cache/sgl-krul."""
+    base = Path(environ.get("XDG_CACHE_HOME", ""))
+    # The XDG specification says that a relative value is to be ignored.
+    return (base if base.is_absolute() else home(environ) / ".cache") / "sgl-krul"
+
+
+def _default_ssd_path(environ: Mapping[str, str]) -> Path:
+    return cache_home(environ) / "sessions"
+
+
+@dataclass(frozen=True)
+class MemoryConfig:
+    """The memory tier."""
+
+    capacity_bytes: int = field(default=4 << 30, metadata=size_leaf(at_least=1))
+
+
+@dataclass(frozen=True)
+class SsdConfig:
+    """The SSD tier. `path` is made when it is not there."""
+
+    path: Path = field(default_factory=lambda: _default_ssd_path(os.environ), metadata=path_leaf())
+    capacity_bytes: int = field(default=64 << 30, metadata=size_leaf(at_least=1))
+    free_space_floor_bytes: int = field(default=2 << 30, metadata=size_leaf(at_least=0))
+    fsync: FsyncPolicy = field(default="commit", metadata=choice_leaf("always", "commit", "never"))
+
+
+@dataclass(frozen=True)
+class ChunkConfig:
+    """How many tokens are stored together."""
+
+    tokens: int = field(default=256, metadata=count_leaf(step=16, at_most=_MAX_CHUNK_TOKENS))
+
+
+@dataclass(frozen=True)
+class SessionConfig:
+    """`idle_pause_s`: a chat idle for so long is paused; 0 is off."""
+
+    idle_pause_s: float = field(default=0.0, metadata=duration_leaf(at_least_s=0))
+    hold_deadline_s: float = field(default=30.0, metadata=duration_leaf(at_least_s=0.001))
+    busy_timeout_s: float = field(default=30.0, metadata=duration_leaf(at_least_s=0))
+    stale_ttl_s: float = field(default=30 * 86400.0, metadata=duration_leaf(at_least_s=1))
+
+
+@dataclass(frozen=True)
+class RestoreConfig:
+    """`max_layer_wait_s`: how long a forward may wait for one layer."""
+
+    workers: int = field(default=2, metadata=count_leaf(at_most=64))
+    max_layer_wait_s: float = field(default=0.02, metadata=duration_leaf(at_least_s=0, at_most_s=1))
+
+
+@dataclass(frozen=True)
+class PauseConfig:
+    """Threads that write paused sessions."""
+
+    workers: int = field(default=1, metadata=count_leaf(at_most=64))
+
+
+@dataclass(frozen=True)
+class Config:
+    """The whole configuration. `ssd` is None where sessions stay in memory only."""
+
+    memory: MemoryConfig = field(default_factory=MemoryConfig)
+    ssd: SsdConfig | None = field(default_factory=SsdConfig)
+    chunk: ChunkConfig = field(default_factory=ChunkConfig)
+    session: SessionConfig = field(default_factory=SessionConfig)
+    restore: RestoreConfig = field(default_factory=RestoreConfig)
+    pause: PauseConfig = field(default_factory=PauseConfig)
+
+
+_SECTIONS: dict[str, type[Any]] = {
+    "memory": MemoryConfig,
+    "ssd": SsdConfig,
+    "chunk": ChunkConfig,
+    "session": SessionConfig,
+    "restore": RestoreConfig,
+    "pause": PauseConfig,
+}
+_DOTTED = [f"{name}.{key.name}" for name, section in _SECTIONS.items() for key in fields(section)]
+
+
+def parse_config(
+    mapping: Mapping[str, object], source: str, environ: Mapping[str, str] | None = None
+) -> Config:
+    """The configuration a mapping describes; what it leaves out has the default.
+
+    `source` names the mapping in messages. `environ` (default: os.environ) fills `~` and $VARIABLES.
+    Raises ConfigError.
+    """
+    environ = os.environ if environ is None else environ
+    _check_keys(mapping, tuple(_SECTIONS), source, elsewhere=_DOTTED)
+    sections: dict[str, Any] = {}
+    for name, section in _SECTIONS.items():
+        given = mapping.get(name, {})
+        if given is None:
+            if name == "ssd":
+                sections[name] = None
+                continue
+            given = {}  # a section whose keys are all commented out
+        if not isinstance(given, Mapping):
+            off = ", or null to keep sessions in memory only" if name == "ssd" else ""
+            raise ConfigError(
+                f"{source}: {name}: {_shown(given)} cannot be used: expected a section with keys such as "
+                f"{fields(section)[0].name}{off}. Leave {name} out for the defaults."
+            )
+        sections[name] = _parse_section(section, given, source, name, environ)
+    return Config(**sections)
+
+
+def load_config(path: Path, environ: Mapping[str, str] | None = None) -> Config:
+    """The configuration in a YAML file; an empty file is the default. Raises ConfigError."""
+    source = str(path)
+    try:
+        text = path.read_bytes()
+    except OSError as error:
+        raise ConfigError(
+            f"{source}: the configuration file cannot be read: {error.strerror}. Expected a YAML file: "
+            "check the path and its permissions."
+        ) from error
+    try:
+        # _Loader is SafeLoader with one check more: it makes plain values only.
+        mapping = yaml.load(text, Loader=_Loader)
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        raise ConfigError(f"{source}: not YAML: {error}. Correct the file at that place.") from error
+    if mapping is None:
+        mapping = {}
+    if not isinstance(mapping, dict):
+        raise ConfigError(
+            f"{source}: {_shown(mapping)} cannot be used: expected sections such as 'memory:' "
+            "with their keys indented below. See configs/cpu.yaml for an example."
+        )
+    return parse_config(mapping, source, environ)
+
+
+def resolve_config(linker_config_json: str | None, environ: Mapping[str, str]) -> Config:
+    """The configuration of this server: the file $KRUL_CONFIG names, else the one that SGLang's linker flag
+    names as {"config_file": "..."}, else the built-in default. Raises ConfigError.
+    """
+    # Read even where KRUL_CONFIG wins, so that a mistake in the flag does not wait for another day.
+    flag_path = _config_file(linker_config_json, environ)
+    variable = environ.get("KRUL_CONFIG", "")
+    if variable:
+        return load_config(_expand_file(variable, "KRUL_CONFIG", environ), environ)
+    if flag_path is not None:
+        return load_config(flag_path, environ)
+    return parse_config({}, "built-in default", environ)
+
+
+def to_mapping(config: Config) -> dict[str, object]:
+    """What parse_config would read the same configuration from: plain numbers and texts only."""
+    mapping: dict[str, object] = {}
+    for name, section in _SECTIONS.items():
+        values = getattr(config, name)
+        if values is not None:
+            values = {key.name: _plain(getattr(values, key.name)) for key in fields(section)}
+        mapping[name] = values
+    return mapping
+
+
+def _plain(value: object) -> object:
+    # A dollar sign in a path would be read as a variable.
+    return str(value).replace("$", "$$") if isinstance(value, Path) else value
+
+
+def _config_file(linker_config_json: str | None, environ: Mapping[str, str]) -> Path | None:
+    if not linker_config_json:
+        return None
+    expected = """expected JSON such as '{"config_file": "/etc/sgl-krul.yaml"}'"""
+    try:
+        value = json.loads(linker_config_json)
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(
+            f"{_LINKER_FLAG}: {_shown(linker_config_json)} is not JSON ({error}): {expected}. "
+            "Check the shell's quotes."
+        ) from error
+    if not isinstance(value, dict):
+        raise ConfigError(f"{_LINKER_FLAG}: {_shown(value)} cannot be used: {expected}.")
+    _check_keys(value, ("config_file",), _LINKER_FLAG)
+    if "config_file" not in value:
+        return None
+    return _expand_file(value["config_file"], f"{_LINKER_FLAG}: config_file", environ)
+
+
+def _expand_file(value: object, source: str, environ: Mapping[str, str]) -> Path:
+    if not isinstance(value, str) or not value or "\0" in value:
+        raise ConfigError(
+            f"{source}: {_shown(value)} cannot be used: expected the path of a YAML file. "
+            "Leave it out for the built-in default."
+        )
+    return Path(str(home(environ)) + value[1:]) if value.startswith("~/") else Path(value)
+
+
+def _parse_section(
+    section: type[_S], given: Mapping[str, object], source: str, name: str, environ: Mapping[str, str]
+) -> _S:
+    keys: tuple[Field[Any], ...] = fields(section)  # type: ignore[arg-type]
+    _check_keys(given, tuple(key.name for key in keys), source, f"{name}.", _DOTTED)
+    values: dict[str, object] = {}
+    for key in keys:
+        if key.name in given:
+            dotted = f"{source}: {name}.{key.name}"
+            values[key.name] = _read_leaf(key.metadata["leaf"], given[key.name], dotted, environ)
+        elif section is SsdConfig and key.name == "path":
+            values[key.name] = _default_ssd_path(environ)
+    return section(**values)
+
+
+def _read_leaf(leaf: Leaf, value: object, dotted: str, environ: Mapping[str, str]) -> object:
+    try:
+        return leaf.read(value, environ)
+    except ValueError as error:
+        raise ConfigError(
+            f"{dotted}: {_shown(value)} cannot be used ({error}): expected {leaf.expected}. "
+            "Correct it, or leave the key out for the default."
+        ) from error
+
+
+def _check_keys(
+    given: Mapping[str, object],
+    known: Sequence[str],
+    source: str,
+    prefix: str = "",
+    elsewhere: Sequence[str] = (),
+) -> None:
+    for key in given:
+        if key in known:
+            continue
+        near = [prefix + name for name in difflib.get_close_matches(str(key), known, n=1)]
+        near = near or [dotted for dotted in elsewhere if dotted.split(".")[1] == key]
+        hint = f" Did you mean {' or '.join(near)}?" if near else ""
+        raise ConfigError(f"{source}: {prefix}{key}: unknown key.{hint} Known here: {', '.join(known)}.")
+
+
+def _shown(value: object) -> str:
+    shortener = reprlib.Repr()
+    shortener.maxstring = 120  # a path should stay readable
+    return shortener.repr(value)
+
+
+class _Loader(yaml.SafeLoader):
+    """SafeLoader that refuses a key given twice, where PyYAML keeps the last one silently."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
+        seen: set[object] = set()
+        for key_node, _ in node.value:
+            if isinstance(key_node, yaml.ScalarNode):
+                if key_node.value in seen:
+                    raise yaml.constructor.ConstructorError(
+                        None, None, f"the key {key_node.value!r} is given twice", key_node.start_mark
+                    )
+                seen.add(key_node.value)
+        return super().construct_mapping(node, deep=deep)

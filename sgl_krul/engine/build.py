@@ -1,0 +1,79 @@
+"""Put the pieces of one scheduler process together: pool, tiers, service, linker, cache, control."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from sglang.srt.mem_cache.registry import create_unified_radix_cache
+from sglang.srt.mem_cache.unified_cache.components import ComponentType
+
+from sgl_krul.config import Config
+from sgl_krul.engine.cache import KrulCache
+from sgl_krul.engine.control import SessionControl
+from sgl_krul.engine.identity import Identity
+from sgl_krul.engine.linker import KrulLinker
+from sgl_krul.engine.pool import KvPages, read_layout
+from sgl_krul.errors import UnsupportedServer
+from sgl_krul.service import SessionService
+from sgl_krul.store.memory import MemoryTier
+from sgl_krul.store.ssd import SsdTier
+
+__all__ = ["build_cache"]
+
+_ROPE_FIELDS = (
+    "rope_theta",
+    "rope_scaling",
+    "rope_parameters",
+    "partial_rotary_factor",
+    "max_position_embeddings",
+)
+
+
+def build_cache(ctx: Any, config: Config) -> KrulCache:
+    """Build the cache for SGLang's `TreeCacheBuildContext`.
+
+    Raises:
+        UnsupportedServer: a model whose KV can't be stored.
+        StoreUnavailable: the store directory can't be used.
+    """
+    cache: KrulCache = create_unified_radix_cache(ctx, cache_class=KrulCache)
+    if set(cache.components) != {ComponentType.FULL} or cache.tree_core.is_eagle:
+        names = ", ".join(sorted(component.name for component in cache.components))
+        raise UnsupportedServer(
+            f"this model keeps {names} state; --radix-cache-backend krul serves models with full "
+            f"attention only"
+        )
+    pool = ctx.params.token_to_kv_pool_allocator.get_kvcache()
+    layout = read_layout(pool, cache.page_size, _rope(ctx.model_config.hf_config))
+    identity = Identity(layout, ctx.server_args.weight_version)
+    namespace = identity.of_model(Path(ctx.model_config.model_path))
+    memory = MemoryTier(layout.layers, layout.page_segment_bytes, config.memory.capacity_bytes)
+    ssd = None
+    if config.ssd is not None:
+        ssd = SsdTier(
+            config.ssd.path,
+            capacity_bytes=config.ssd.capacity_bytes,
+            free_space_floor_bytes=config.ssd.free_space_floor_bytes,
+            fsync=config.ssd.fsync,
+        )
+    linker = KrulLinker(
+        KvPages(pool, layout),
+        memory,
+        namespace,
+        max_layer_wait_s=config.restore.max_layer_wait_s,
+        forward_stream=ctx.tp_worker.model_runner.forward_stream,
+    )
+    cache.init_cache_linker(linker)
+    pool.register_layer_transfer_counter(linker.layer_done_counter)
+    ctx.tp_worker.register_hicache_layer_transfer_counter(linker.layer_done_counter)
+    service = SessionService(config, layout, namespace, memory, ssd)
+    cache.krul_control = SessionControl(service, cache, linker, identity)
+    return cache
+
+
+def _rope(hf_config: Any) -> str:
+    """The position encoding, as text: K is stored rotated, so it is part of a session's identity."""
+    fields = {name: getattr(hf_config, name, None) for name in _ROPE_FIELDS}
+    return json.dumps(fields, sort_keys=True, default=str)

@@ -1,0 +1,215 @@
+"""The scheduler's side of the verbs: a handler of control messages, and a short step in every round."""
+
+from __future__ import annotations
+
+import logging
+from array import array
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from sgl_krul.engine.cache import KrulCache
+from sgl_krul.engine.identity import Identity
+from sgl_krul.engine.linker import KrulLinker
+from sgl_krul.engine.messages import KrulControlReqInput, KrulControlReqOutput
+from sgl_krul.engine.page_source import DevicePageSource
+from sgl_krul.engine.write_through import device_pages
+from sgl_krul.errors import KrulError, SessionBusy
+from sgl_krul.service import Reply, SessionService
+from sgl_krul.session.record import SessionKey, page_key
+from sgl_krul.session.registry import Session, State
+
+__all__ = ["SessionControl"]
+
+logger = logging.getLogger(__name__)
+
+Send = Callable[[KrulControlReqOutput, KrulControlReqInput], None]
+
+
+class SessionControl:
+    """Drives the service from the scheduler's thread: nothing here waits for I/O."""
+
+    def __init__(
+        self, service: SessionService, cache: KrulCache, linker: KrulLinker, identity: Identity
+    ) -> None:
+        self.service = service
+        self._identity = identity
+        self._cache = cache
+        self._linker = linker
+        self._send: Send | None = None
+        self._sources: dict[str, DevicePageSource] = {}
+        self._verbs = {
+            "pause": self._pause,
+            "resume": self._resume,
+            "hold": self._hold,
+            "forget": self._forget,
+            "show": self._show,
+            "list": self._list,
+        }
+        cache.on_finished = service.observe
+        cache.on_step = service.poll
+        cache.on_reset = self._before_flush
+
+    def connect(self, send: Send) -> None:
+        """Where answers go: SGLang's channel to the front end."""
+        self._send = send
+
+    def handle(self, message: KrulControlReqInput) -> None:
+        """Begin one verb. The answer follows by `connect`'s channel, now or when the work is done.
+
+        Whatever goes wrong is answered: an exception that left this handler would end the scheduler.
+        """
+
+        def reply(result: dict[str, Any] | KrulError) -> None:
+            assert self._send is not None
+            self._send(_output(message.request_id, result), message)
+
+        try:
+            self._verbs[message.verb](
+                SessionKey(message.session_id, message.cache_salt, message.extra_key), reply
+            )
+        except KrulError as error:
+            reply(error)
+        except Exception as error:
+            logger.exception("krul: the verb %r failed", message.verb)
+            reply(KrulError(f"internal error in {message.verb!r}: {error!r}; the server's log has the trace"))
+
+    @property
+    def working(self) -> bool:
+        """True while workers of this process need the interpreter."""
+        return self.service.working or self._linker.write_through.pending > 0
+
+    @property
+    def flushes(self) -> int:
+        """How often the device was flushed."""
+        return self._cache.epoch
+
+    def weights_changed(self, model: Path | None, weight_version: str | None, *, flushed: bool) -> None:
+        """From now on pages belong to another namespace: that of `model`, or an unknown one.
+
+        Until a flush the tree still holds the old weights' KV: nothing is stored so long.
+        """
+        for source in self._sources.values():
+            source.revoke()
+        if model is None:
+            namespace = self._identity.of_unknown(weight_version)
+        else:
+            namespace = self._identity.of_model(model, weight_version)
+        self._linker.namespace = namespace
+        self._linker.suspended = not flushed
+        self.service.change_namespace(namespace)
+        logger.info("krul: weights changed, sessions are stored under namespace %s from now on", namespace)
+
+    def _pause(self, key: SessionKey, reply: Reply) -> None:
+        session = self.service.registry.get(key)
+        if session.state in (State.PAUSED, State.STALE):
+            reply(self.service.describe(session) | {"already_paused": True})
+            return
+        if self._linker.suspended:
+            raise SessionBusy(
+                f"session {key.session_id!r} can't be paused: the weights were updated without flushing "
+                f"the cache, so its KV is of the old ones. POST /flush_cache first."
+            )
+        hashes = self._cache.page_hashes(key, session.token_ids)
+        path = self._cache.lock_path(key, session.token_ids)
+        source = DevicePageSource(
+            self._linker.pages,
+            self._linker.memory,
+            [page_key(self._linker.namespace, page_hash) for page_hash in hashes],
+            device_pages(path.indices, self._cache.page_size),
+        )
+        epoch = self._cache.epoch
+
+        def settle(success: bool) -> int:
+            self._sources.pop(session.digest, None)
+            if self._cache.epoch != epoch:  # flushed meanwhile: the lock and the pages are gone
+                return 0
+            self._cache.unlock_path(path)
+            return self._free_device(session, key, hashes) if success else 0
+
+        try:
+            self.service.pause(
+                session, hashes, source, before=self._linker.write_through.barrier, settle=settle, reply=reply
+            )
+        except KrulError:
+            self._cache.unlock_path(path)
+            raise
+        self._sources[session.digest] = source
+
+    def _resume(self, key: SessionKey, reply: Reply) -> None:
+        session = self.service.registry.get(key)
+        if session.state is State.ACTIVE:
+            reply(self.service.describe(session) | {"reason": "the session is active: nothing to bring back"})
+            return
+        self.service.resume(session, hold=False, reply=reply)
+
+    def _hold(self, key: SessionKey, reply: Reply) -> None:
+        """A request waits: restore if there is something to restore, else let it go at once."""
+        session = self.service.registry.find(key.digest)
+        if session is None or session.state is not State.PAUSED:
+            reply(
+                {"session_id": key.session_id, "state": "unknown" if session is None else session.state.value}
+            )
+            return
+        self.service.resume(session, hold=True, reply=reply)
+
+    def _forget(self, key: SessionKey, reply: Reply) -> None:
+        session = self.service.registry.get(key)
+        hashes = self._cache.page_hashes(key, session.token_ids)
+
+        def settle() -> int:
+            freed = self._free_device(session, key, hashes)
+            kept = self._shared_pages(session, hashes)
+            for page_hash in hashes[kept:]:
+                self._linker.memory.delete(page_key(self._linker.namespace, page_hash))
+            return freed
+
+        self.service.forget(session, settle=settle, reply=reply)
+
+    def _show(self, key: SessionKey, reply: Reply) -> None:
+        reply(self.service.describe(self.service.registry.get(key)))
+
+    def _list(self, _key: SessionKey, reply: Reply) -> None:
+        load = {"layer_takeovers": self._linker.layer_done_counter.takeovers}
+        reply(self.service.overview() | {"load": load})
+
+    def _free_device(self, session: Session, key: SessionKey, hashes: tuple[str, ...]) -> int:
+        """Free the session's own device pages: older branches first, so their trunk is a leaf afterwards."""
+        self._cache.drain_offloads()
+        keep = self._shared_pages(session, hashes) * self._cache.page_size
+        freed = sum(self._cache.free_tail(key, branch, keep) for branch in session.branches)
+        return freed + self._cache.free_tail(key, session.token_ids, keep)
+
+    def _shared_pages(self, session: Session, hashes: tuple[str, ...]) -> int:
+        """Leading pages that another active session has too (same tokens, same salt)."""
+        shared = 0
+        for other in self.service.registry:
+            if other.digest == session.digest or other.state is not State.ACTIVE or other.key is None:
+                continue
+            if session.key is not None and other.key[1:] != session.key[1:]:
+                continue
+            shared = max(shared, _common_tokens(session.token_ids, other.token_ids) // self._cache.page_size)
+        return min(shared, len(hashes))
+
+    def _before_flush(self) -> None:
+        for source in self._sources.values():
+            source.revoke()
+
+
+def _common_tokens(a: array[int], b: array[int]) -> int:
+    """Length of the common prefix."""
+    low, high = 0, min(len(a), len(b))
+    while low < high:
+        middle = (low + high + 1) // 2
+        if a[low:middle] == b[low:middle]:
+            low = middle
+        else:
+            high = middle - 1
+    return low
+
+
+def _output(request_id: str, result: dict[str, Any] | KrulError) -> KrulControlReqOutput:
+    if isinstance(result, KrulError):
+        body = {"type": type(result).__name__, "message": str(result)}
+        return KrulControlReqOutput(request_id=request_id, status=result.status, body=body)
+    return KrulControlReqOutput(request_id=request_id, status=200, body=result)

@@ -1,0 +1,188 @@
+"""The backend `krul`: its factory, and the functions of SGLang it wraps. compat.py has what it requires."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import sys
+import time
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any
+
+from sgl_krul.config import Config, resolve_config
+from sgl_krul.engine.compat import BACKEND, Hook, apply_hooks, require_flags, require_hooks, require_version
+from sgl_krul.engine.frontend import FrontEnd
+from sgl_krul.engine.messages import KrulControlReqInput, KrulControlReqOutput, register_messages
+
+__all__ = ["create_cache", "register"]
+
+_IDLE_NAP_S = 0.0005  # an idle scheduler spins; while workers run it must let go of the interpreter
+
+
+MakeRouter = Callable[[FrontEnd], Any]
+
+
+def register(make_router: MakeRouter) -> None:
+    """Hook this SGLang process. `make_router(front_end)` gives the FastAPI router with the session routes."""
+    require_version()
+    from sglang.srt.mem_cache.registry import register_radix_cache_backend
+
+    from sgl_krul.engine.cpu_attention import register_cpu_backend
+
+    register_cpu_backend()
+    register_messages()
+    register_radix_cache_backend(BACKEND, create_cache)
+    apply_hooks(_hooks(make_router))
+
+
+def _hooks(make_router: MakeRouter | None = None) -> list[Hook]:
+    """The hooks of this process. A child that has not loaded the scheduler (the detokenizer) needs none."""
+    hooks: list[Hook] = []
+    if multiprocessing.parent_process() is None:
+        manager = "sglang.srt.managers.tokenizer_manager.TokenizerManager"
+        hooks += [
+            ("sglang.srt.server_args.ServerArgs.check_server_args", "AFTER", after_check_server_args),
+            (f"{manager}.__init__", "AFTER", after_tokenizer_manager_init(make_router)),
+            (f"{manager}.generate_request", "AROUND", around_generate_request),
+        ]
+    elif "sglang.srt.managers.scheduler" in sys.modules:
+        updater = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
+        hooks += [
+            ("sglang.srt.managers.scheduler.Scheduler.__init__", "AFTER", after_scheduler_init),
+            ("sglang.srt.managers.scheduler.Scheduler.on_idle", "AFTER", after_on_idle),
+            ("sglang.srt.managers.scheduler.Scheduler.maybe_sleep_on_idle", "AROUND", around_sleep_on_idle),
+        ]
+        hooks += [
+            (f"{updater}.update_weights_from_{source}", "AROUND", around_weight_update)
+            for source in ("disk", "distributed", "tensor", "ipc")
+        ]
+    return hooks
+
+
+# ---- scheduler process ----
+
+
+def create_cache(ctx: Any) -> Any:
+    """The radix cache factory for `--radix-cache-backend krul`.
+
+    Raises:
+        UnsupportedServer, ConfigError, StoreUnavailable: before anything is served.
+    """
+    from sglang.srt.runtime_context import get_memory
+
+    from sgl_krul.engine.build import build_cache
+
+    require_version()
+    require_flags(ctx.server_args)
+    require_hooks(_hooks())
+    return build_cache(ctx, _config(get_memory().unified_cache_external_linker_config))
+
+
+def after_scheduler_init(_result: None, scheduler: Any, *_args: Any, **_kwargs: Any) -> None:
+    """Let the scheduler drive our linker, and give the control step its channel."""
+    from sglang.utils import TypeBasedDispatcher
+
+    control = _control(scheduler)
+    if control is None:
+        return
+    scheduler.enable_unified_cache_external_linker = True
+    control.connect(scheduler.send_control_output)
+    scheduler._request_dispatcher += TypeBasedDispatcher(  # noqa: SLF001
+        [(KrulControlReqInput, control.handle)]
+    )
+
+
+def after_on_idle(_result: None, scheduler: Any) -> None:
+    """While workers run, an idle scheduler naps between its rounds instead of holding the interpreter."""
+    control = _control(scheduler)
+    if control is not None and control.working:
+        time.sleep(_IDLE_NAP_S)
+
+
+def around_sleep_on_idle(original: Callable[[Any], None], scheduler: Any) -> None:
+    """With --sleep-on-idle the scheduler sleeps until a message comes; finished work sends it none."""
+    control = _control(scheduler)
+    if control is None or not control.working:
+        original(scheduler)
+
+
+def around_weight_update(original: Callable[..., Any], updater: Any, request: Any) -> Any:
+    """After the weights changed, KV of the old ones is another namespace's."""
+    control = _control(updater.scheduler)
+    if control is None:
+        return original(updater, request)
+    path = getattr(request, "model_path", None)
+    version = getattr(request, "weight_version", None)
+    flushes = control.flushes
+    changed = True
+    try:
+        result = original(updater, request)
+        # A failed load from disk is rolled back by SGLang; the other ways may have changed a part.
+        changed = path is None or bool(getattr(result, "success", True)) or control.flushes != flushes
+    finally:
+        if changed:
+            control.weights_changed(
+                None if path is None else Path(path), version, flushed=control.flushes != flushes
+            )
+    return result
+
+
+def _control(scheduler: Any) -> Any:
+    """Our control object, or None when another cache is in use."""
+    return getattr(getattr(scheduler, "tree_cache", None), "krul_control", None)
+
+
+# ---- front-end process ----
+
+
+def after_check_server_args(_result: None, server_args: Any) -> None:
+    """Refuse early, in the process the operator looks at."""
+    from sglang.srt.arg_groups.overrides import resolving_view
+
+    resolved = resolving_view(server_args)
+    if resolved.radix_cache_backend == BACKEND:
+        require_flags(resolved)
+        _config(resolved.unified_cache_external_linker_config)
+
+
+def after_tokenizer_manager_init(make_router: MakeRouter | None) -> Callable[..., None]:
+    """A hook that attaches the front end and, where there is an HTTP server, the session routes."""
+
+    def hook(_result: None, manager: Any, *_args: Any, **_kwargs: Any) -> None:
+        from sglang.srt.runtime_context import get_memory
+        from sglang.utils import TypeBasedDispatcher
+
+        if get_memory().radix_cache_backend != BACKEND:
+            return
+        require_hooks(_hooks())
+        front = FrontEnd(
+            _config(get_memory().unified_cache_external_linker_config),
+            send=manager._dispatch_to_scheduler,  # noqa: SLF001
+            listen=manager.auto_create_handle_loop,
+        )
+        manager.krul_front_end = front
+        manager._result_dispatcher += TypeBasedDispatcher(  # noqa: SLF001
+            [(KrulControlReqOutput, front.on_answer)]
+        )
+        http_server = sys.modules.get("sglang.srt.entrypoints.http_server")
+        if http_server is not None and make_router is not None:
+            http_server.app.include_router(make_router(front))
+
+    return hook
+
+
+def around_generate_request(
+    original: Callable[..., AsyncIterator[Any]], manager: Any, obj: Any, request: Any = None
+) -> AsyncIterator[Any]:
+    """Requests that name a session go through the front end; all others are left alone."""
+    front = getattr(manager, "krul_front_end", None)
+    if front is None or getattr(obj, "session_id", None) is None:
+        return original(manager, obj, request)
+    stream: AsyncIterator[Any] = front.serve(lambda: original(manager, obj, request), obj)
+    return stream
+
+
+def _config(linker_config: Any) -> Config:
+    return resolve_config(None if linker_config is None else json.dumps(linker_config), os.environ)

@@ -1,0 +1,110 @@
+"""The one exception tree of sgl-krul.
+
+    KrulError
+      ConfigError (also ValueError)    a setting that cannot be used
+      UnsupportedServer                this SGLang, or one of its flags, cannot be served
+      SessionError
+        InvalidSessionId   400
+        UnknownSession     404
+        SessionBusy        409
+      StoreError
+        StoreFull          507
+        StoreUnavailable   503
+        Missing            500
+        Corrupt            500
+
+Every message names the value, what was expected and what to do about it.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar, Literal
+
+__all__ = [
+    "ConfigError",
+    "Corrupt",
+    "CorruptReason",
+    "InvalidSessionId",
+    "KrulError",
+    "Missing",
+    "SessionBusy",
+    "SessionError",
+    "StoreError",
+    "StoreFull",
+    "StoreUnavailable",
+    "UnknownSession",
+    "UnsupportedServer",
+]
+
+CorruptReason = Literal["checksum", "length", "version", "identity"]
+
+
+class KrulError(Exception):
+    """Whatever sgl-krul raises on purpose. `status` is the HTTP status the API answers with."""
+
+    status: ClassVar[int] = 500
+
+
+class ConfigError(KrulError, ValueError):
+    """A setting that cannot be used: unknown, of the wrong type or out of range."""
+
+
+class UnsupportedServer(KrulError):
+    """Wrong SGLang version, a flag that cannot be served, or a hook that was not applied."""
+
+
+class SessionError(KrulError):
+    """What was asked of a session cannot be done."""
+
+
+class InvalidSessionId(SessionError):
+    """The session id is not one that may be used."""
+
+    status: ClassVar[int] = 400
+
+
+class UnknownSession(SessionError):
+    """There is no such session."""
+
+    status: ClassVar[int] = 404
+
+
+class SessionBusy(SessionError):
+    """The session is in the middle of something else; ask again later."""
+
+    status: ClassVar[int] = 409
+
+
+class StoreError(KrulError):
+    """A tier could not do what was asked."""
+
+
+class StoreFull(StoreError):
+    """Byte cap, free-space floor or ENOSPC. Nothing was written."""
+
+    status: ClassVar[int] = 507
+
+
+class StoreUnavailable(StoreError):
+    """The place cannot be read or written now; the message names the path and the errno."""
+
+    status: ClassVar[int] = 503
+
+
+class Missing(StoreError):
+    """The object was there and has gone."""
+
+
+class Corrupt(StoreError):
+    """Stored bytes that cannot be trusted. An error inside the house, a miss outside.
+
+    `reason` says what failed; only "checksum", "length" and "version" allow deleting the object.
+    """
+
+    def __init__(self, reason: CorruptReason, detail: str = "") -> None:
+        super().__init__(reason, detail)
+        self.reason: CorruptReason = reason
+        self.detail = detail
+
+    def __str__(self) -> str:
+        return f"{self.reason}: {self.detail}" if self.detail else self.reason

@@ -1,0 +1,1 @@
+"""From KV pages to a paused session: chunks first, the manifest last."""

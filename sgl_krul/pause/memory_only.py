@@ -1,0 +1,67 @@
+"""Pause without a slower tier: the session's pages stay in the memory tier, lost with the server."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from sgl_krul.errors import StoreFull
+from sgl_krul.pause.pipeline import PageSource, Segments, Snapshot
+from sgl_krul.session.record import page_key
+from sgl_krul.store.memory import MemoryTier, PinnedPages
+
+__all__ = ["keep_in_memory"]
+
+
+def keep_in_memory(snapshot: Snapshot, source: PageSource, memory: MemoryTier, chunk_tokens: int) -> int:
+    """Pause without a slower tier: copy what the write-through has not brought to memory yet.
+
+    Where memory is too small for all, the leading pages stay: they are held until the last one is in place,
+    and age like any others from then on. Returns the leading tokens that are there.
+
+    Raises:
+        StoreFull: not even the first page found room.
+    """
+    keys = [page_key(snapshot.namespace, page_hash) for page_hash in snapshot.page_hashes]
+    step = max(1, chunk_tokens // snapshot.layout.page_size)
+    held: list[PinnedPages] = []
+    first = 0
+    try:
+        while first < len(keys):
+            batch = keys[first : first + step]
+            pinned = memory.pin(batch)
+            if pinned is None:
+                with source.segments(first, len(batch)) as segments:
+                    if segments is None:
+                        break
+                    pinned = _copy_pages(batch, segments, memory)
+            if pinned is not None:
+                held.append(pinned)
+                first += len(batch)
+            elif step > 1:
+                step = 1  # no room for a whole batch: the rest page by page
+            elif first == 0:
+                raise StoreFull("memory tier: no slot for the session's first page; give it more bytes")
+            else:
+                break
+    finally:
+        for pinned in reversed(held):  # the last page is to be evicted first
+            pinned.release()
+    return first * snapshot.layout.page_size
+
+
+def _copy_pages(batch: list[str], segments: Segments, memory: MemoryTier) -> PinnedPages | None:
+    """Copy those of the pages that memory has not; pins them all, or returns None when there is no room."""
+    reservation = memory.reserve(batch)
+    if reservation is None:
+        return None
+    wanted = set(reservation.keys)
+    rows = [row for row, key in enumerate(batch) if key in wanted]
+    try:
+        for index, layer in enumerate(segments):
+            pages = np.frombuffer(b"".join(layer), np.uint8).reshape(len(batch), -1)
+            memory.layer(index)[reservation.slots] = pages[rows]
+    except BaseException:
+        memory.abandon(reservation)
+        raise
+    memory.publish(reservation)
+    return memory.pin(batch)

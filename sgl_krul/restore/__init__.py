@@ -1,0 +1,1 @@
+"""From a paused session back to pages the device can take."""

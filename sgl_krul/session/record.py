@@ -1,0 +1,233 @@
+"""The identity of a session and the manifest: the record of a paused one."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import unicodedata
+from array import array
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import msgpack
+import msgspec
+
+from sgl_krul.errors import Corrupt, InvalidSessionId
+
+__all__ = [
+    "FORMAT_VERSION",
+    "MANIFEST_VERSION",
+    "ChunkRef",
+    "Manifest",
+    "SessionKey",
+    "chunk_key",
+    "decode_manifest",
+    "encode_manifest",
+    "manifest_key",
+    "pack_tokens",
+    "page_key",
+    "session_prefix",
+    "validate_session_id",
+]
+
+FORMAT_VERSION = 1
+MANIFEST_VERSION = 1
+MAX_SESSION_ID_CHARACTERS = 256
+MAX_TOKENS = 1 << 27
+_CHUNK_NAME = re.compile(r"g[0-9]{8,}-c[0-9]{6,}")
+
+
+def validate_session_id(session_id: object) -> str:
+    """Return `session_id` if it may name a session.
+
+    Any text of 1 to 256 characters without control characters or lone surrogates will do, slashes and
+    dots included: an id never becomes a path (paths are made of its SHA-256).
+
+    Raises:
+        InvalidSessionId: naming the id, what was expected and what to do.
+    """
+    advice = "send a session_id of 1 to 256 characters without control characters"
+    if not isinstance(session_id, str):
+        raise InvalidSessionId(
+            f"session_id {session_id!r} is a {type(session_id).__name__}, not text: {advice}"
+        )
+    if not session_id:
+        raise InvalidSessionId(f"session_id '' is empty: {advice}, or leave the field out")
+    if len(session_id) > MAX_SESSION_ID_CHARACTERS:
+        raise InvalidSessionId(
+            f"session_id {session_id[:32]!r}... has {len(session_id)} characters, "
+            f"expected at most {MAX_SESSION_ID_CHARACTERS}: {advice}"
+        )
+    bad = next((c for c in session_id if unicodedata.category(c) in ("Cc", "Cs")), None)
+    if bad is not None:
+        raise InvalidSessionId(f"session_id {session_id[:32]!r} has the character {bad!r}: {advice}")
+    return session_id
+
+
+class SessionKey(NamedTuple):
+    """What makes two requests the same session. The salts are the caller's cache namespaces.
+
+    LoRA adapters are not served yet, so they are no part of it; tenants come with quotas.
+    """
+
+    session_id: str
+    cache_salt: str | None = None
+    extra_key: str | None = None
+
+    @property
+    def digest(self) -> str:
+        """SHA-256 (hex) of the parts, each length-prefixed, absent told from empty: its name in stores."""
+        digest = hashlib.sha256(b"krul-session-1")
+        for part in self:
+            if part is None:
+                digest.update(b"\x00")
+            else:
+                encoded = part.encode("utf-8", "surrogatepass")  # JSON may bring lone surrogates in a salt
+                digest.update(b"\x01" + len(encoded).to_bytes(8, "little") + encoded)
+        return digest.hexdigest()
+
+    @property
+    def salted(self) -> bool:
+        """True when the caller isolates this session by a cache salt or an extra key."""
+        return self.cache_salt is not None or self.extra_key is not None
+
+
+def session_prefix(namespace: str, digest: str) -> str:
+    """Store prefix of everything that belongs to one session under one namespace."""
+    return f"v{FORMAT_VERSION}/{namespace}/{digest}/"
+
+
+def manifest_key(namespace: str, digest: str) -> str:
+    """Store key of a session's manifest."""
+    return session_prefix(namespace, digest) + "manifest"
+
+
+def chunk_key(namespace: str, digest: str, generation: int, index: int) -> str:
+    """Store key of chunk `index` as written by pause number `generation`."""
+    return f"{session_prefix(namespace, digest)}g{generation:08d}-c{index:06d}"
+
+
+def page_key(namespace: str, page_hash: str) -> str:
+    """Memory-tier key of one page. With the namespace: after a change of weights no old page is found."""
+    return f"{namespace}/{page_hash}"
+
+
+class ChunkRef(msgspec.Struct, frozen=True, array_like=True):
+    """A chunk as the manifest names it. `bytes` is what it takes in the store, header included."""
+
+    key: str
+    pages: int
+    tokens: int
+    last_page_hash: str
+    token_digest: str
+    bytes: int
+
+
+class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The record of a paused session; writing it is what makes the pause true (invariant 2).
+
+    `token_ids` are all tokens of the session's last finished request (little-endian int32), of which the
+    first `stored_tokens` have their KV in `chunks`; the rest is recomputed when the session goes on.
+    """
+
+    version: int
+    namespace: str
+    digest: str
+    session_id: str
+    salted: bool
+    generation: int
+    page_size: int
+    token_ids: bytes
+    page_hashes: bytes
+    chunks: tuple[ChunkRef, ...]
+    exact: bool
+    raw_bytes: int
+    stored_bytes: int
+    paused_at: float
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of the session."""
+        return len(self.token_ids) // 4
+
+    @property
+    def stored_tokens(self) -> int:
+        """Leading tokens whose KV is stored."""
+        return sum(chunk.tokens for chunk in self.chunks)
+
+    @property
+    def hashes(self) -> tuple[str, ...]:
+        """SGLang's chained page hashes (hex) of all full pages."""
+        raw = self.page_hashes
+        return tuple(raw[i : i + 32].hex() for i in range(0, len(raw), 32))
+
+
+def pack_tokens(token_ids: Any) -> bytes:
+    """Token ids as little-endian int32 bytes."""
+    packed = array("i", token_ids)
+    assert packed.itemsize == 4
+    return packed.tobytes()
+
+
+def encode_manifest(manifest: Manifest) -> bytes:
+    """The manifest as msgpack."""
+    return msgspec.msgpack.encode(manifest)
+
+
+def decode_manifest(data: bytes, *, namespace: str, digest: str) -> Manifest:
+    """Read a manifest and check that it is the one asked for and consistent in itself.
+
+    Raises:
+        Corrupt: "version" for one from the future, "length" for anything malformed, "identity" for
+            another session's or namespace's.
+    """
+    try:
+        # Only the version is read at first: another version may have other fields.
+        loose = msgpack.unpackb(data, strict_map_key=True)
+    except (ValueError, msgpack.UnpackException) as error:
+        raise Corrupt("length", f"manifest of {len(data)} bytes is no msgpack: {error}") from error
+    version = loose.get("version") if isinstance(loose, Mapping) else None
+    if version != MANIFEST_VERSION:
+        raise Corrupt("version", f"manifest has version {version!r}, this is version {MANIFEST_VERSION}")
+    try:
+        manifest = msgspec.msgpack.decode(data, type=Manifest)
+    except (msgspec.ValidationError, msgspec.DecodeError) as error:
+        raise Corrupt("length", f"manifest is malformed: {error}") from error
+    if manifest.namespace != namespace or manifest.digest != digest:
+        raise Corrupt("identity", f"manifest belongs to {manifest.namespace}/{manifest.digest}")
+    _check_consistent(manifest)
+    return manifest
+
+
+def _hashes_agree(manifest: Manifest) -> bool:
+    end = 0
+    for chunk in manifest.chunks:
+        end += chunk.pages
+        if manifest.page_hashes[32 * (end - 1) : 32 * end].hex() != chunk.last_page_hash:
+            return False
+    return True
+
+
+def _check_consistent(manifest: Manifest) -> None:
+    """Counts and names that must agree before any of them is used."""
+    pages = sum(chunk.pages for chunk in manifest.chunks)
+    prefix = session_prefix(manifest.namespace, manifest.digest)
+    problem = None
+    if not 1 <= manifest.page_size <= 1 << 16:
+        problem = f"page size {manifest.page_size}"
+    elif len(manifest.token_ids) % 4 or manifest.tokens > MAX_TOKENS:
+        problem = f"{len(manifest.token_ids)} bytes of token ids"
+    elif len(manifest.page_hashes) != 32 * (manifest.tokens // manifest.page_size):
+        problem = f"{len(manifest.page_hashes)} bytes of page hashes for {manifest.tokens} tokens"
+    elif any(c.pages < 1 or c.tokens != c.pages * manifest.page_size or c.bytes < 0 for c in manifest.chunks):
+        problem = "a chunk whose tokens and pages disagree"
+    elif pages * 32 > len(manifest.page_hashes):
+        problem = f"{pages} stored pages of {len(manifest.page_hashes) // 32}"
+    elif manifest.generation < 1:
+        problem = f"generation {manifest.generation}"
+    elif not all(_CHUNK_NAME.fullmatch(chunk.key.removeprefix(prefix)) for chunk in manifest.chunks):
+        problem = "a chunk under a key that is not one of the session's"
+    elif not _hashes_agree(manifest):
+        problem = "a chunk whose last page hash is not that of its last page"
+    if problem is not None:
+        raise Corrupt("length", f"manifest of session {manifest.digest[:12]} has {problem}")

@@ -1,0 +1,23 @@
+"""Places for bytes. `store` knows bytes, not tensors."""
+
+from __future__ import annotations
+
+from sgl_krul.store.memory import MemoryTier, PageReservation, PinnedPages, Slots, runs
+from sgl_krul.store.ssd import FsyncPolicy, SsdTier
+from sgl_krul.store.tier import Buffer, CheckedTier, Entry, Tier, TierUsage, check_key
+
+__all__ = [
+    "Buffer",
+    "CheckedTier",
+    "Entry",
+    "FsyncPolicy",
+    "MemoryTier",
+    "PageReservation",
+    "PinnedPages",
+    "Slots",
+    "SsdTier",
+    "Tier",
+    "TierUsage",
+    "check_key",
+    "runs",
+]
