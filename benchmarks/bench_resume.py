@@ -82,6 +82,7 @@ def measure(
             timed = server.generate(history + tokens(rng, TURN_TOKENS), session_id=name)
             require_restored(timed.meta, size)
             times[size]["ssd_s"].append(timed.ttft_s)
+            times[size]["ssd_hold_s"].append(timed.meta["krul"]["held_ms"] / 1000)
     finally:
         server.kill()
     return times, resident
@@ -120,6 +121,7 @@ def row(size: int, times: dict[str, list[float]]) -> dict[str, Any]:
     return {
         "tokens": size,
         **{column: round(value, 4) for column, value in medians.items()},
+        "ssd_hold_s": round(statistics.median(times["ssd_hold_s"]), 4),
         "memory_over_radix": round(medians["memory_s"] / medians["radix_s"], 3),
         "ssd_over_radix": round(medians["ssd_s"] / medians["radix_s"], 3),
         "cold_over_memory": round(medians["cold_s"] / medians["memory_s"], 2),

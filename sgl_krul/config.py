@@ -32,6 +32,7 @@ from sgl_krul.values import (
 
 __all__ = [
     "ChunkConfig",
+    "ClientSettings",
     "Config",
     "FsyncPolicy",
     "MemoryConfig",
@@ -40,6 +41,7 @@ __all__ = [
     "SessionConfig",
     "SsdConfig",
     "cache_home",
+    "client_settings",
     "format_duration",
     "format_size",
     "load_config",
@@ -61,6 +63,24 @@ def cache_home(environ: Mapping[str, str]) -> Path:
     return (base if base.is_absolute() else home(environ) / ".cache") / "sgl-krul"
 
 
+@dataclass(frozen=True)
+class ClientSettings:
+    """Which server the `krul` command talks to. `api_key` None: it asks for none."""
+
+    url: str
+    api_key: str | None
+
+
+def client_settings(
+    environ: Mapping[str, str], url: str | None = None, api_key: str | None = None
+) -> ClientSettings:
+    """What was given, else $KRUL_URL and $KRUL_API_KEY, else where `krul serve` listens by default."""
+    return ClientSettings(
+        url=url or environ.get("KRUL_URL") or "http://127.0.0.1:30000",
+        api_key=api_key or environ.get("KRUL_API_KEY") or None,
+    )
+
+
 def _default_ssd_path(environ: Mapping[str, str]) -> Path:
     return cache_home(environ) / "sessions"
 
@@ -70,6 +90,7 @@ class MemoryConfig:
     """The memory tier."""
 
     capacity_bytes: int = field(default=4 << 30, metadata=size_leaf(at_least=1))
+    prefault_bytes: int = field(default=1 << 30, metadata=size_leaf(at_least=0))
 
 
 @dataclass(frozen=True)

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import hashlib
 import struct
+import time
 from array import array
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from sgl_krul.config import ChunkConfig, Config, MemoryConfig, SessionConfig
 from sgl_krul.layout import KvLayout, namespace
 from sgl_krul.pause.pipeline import PauseReport, Snapshot, write_session
+from sgl_krul.service import SessionService
 from sgl_krul.session.record import SessionKey, page_key
 from sgl_krul.store.memory import MemoryTier
 from sgl_krul.store.ssd import SsdTier
@@ -217,3 +220,22 @@ class FaultyTier:
     def check(self) -> list[str]:
         """Problems of the tier below."""
         return self._tier.check()
+
+
+def make_config(hold_deadline_s: float = 30.0) -> Config:
+    """A configuration with chunks of CHUNK_TOKENS. The tiers are the test's own."""
+    return Config(
+        memory=MemoryConfig(1 << 20),
+        ssd=None,
+        chunk=ChunkConfig(CHUNK_TOKENS),
+        session=SessionConfig(hold_deadline_s=hold_deadline_s),
+    )
+
+
+def drive(service: SessionService, timeout_s: float = 20.0) -> None:
+    """Poll until every job is answered."""
+    deadline = time.monotonic() + timeout_s
+    while service.working:
+        assert time.monotonic() < deadline, "a job does not end"
+        service.poll()
+        time.sleep(0.0005)

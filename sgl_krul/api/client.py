@@ -1,8 +1,8 @@
 """A client of the session routes: the same verbs, typed answers, the errors of sgl_krul.errors.
 
-    with KrulClient("http://127.0.0.1:30000") as krul:
-        krul.pause("chat-17")
-        print(krul.session("chat-17").tier)
+with KrulClient("http://127.0.0.1:30000") as krul:
+    krul.pause("chat-17")
+    print(krul.session("chat-17").tier)
 """
 
 from __future__ import annotations
@@ -23,14 +23,17 @@ from sgl_krul.errors import (
     StoreUnavailable,
     UnknownSession,
 )
+from sgl_krul.session.record import validate_session_id
 
 __all__ = ["KrulClient"]
 
 _M = TypeVar("_M", bound=BaseModel)
 
 _ROUTE = "/v1/sessions"
+_EXAMPLE = "http://127.0.0.1:30000"
 _ERRORS: dict[int, type[KrulError]] = {
-    error.status: error for error in (InvalidSessionId, UnknownSession, SessionBusy, StoreFull, StoreUnavailable)
+    error.status: error
+    for error in (InvalidSessionId, UnknownSession, SessionBusy, StoreFull, StoreUnavailable)
 }
 # A pause writes gigabytes: the server's own timeouts are the ones that matter.
 _DEFAULT_TIMEOUT_S = 600.0
@@ -38,10 +41,10 @@ _CONNECT_TIMEOUT_S = 5.0
 
 
 class KrulClient:
-    """Talks to one server. Closed by `close()` or the end of a `with` block; safe to use from several threads.
+    """Talks to one server. Closed by `close()` or the end of a `with` block; threads may share it.
 
-    `timeout_s` bounds the wait for one answer. Every method raises KrulError (or the class of it that the server
-    names): also when there is no server, no krul in it, or a wrong key.
+    `timeout_s` bounds the wait for one answer. Every method raises KrulError (or the class of it that the
+    server names): also when there is no server, no krul in it, or a wrong key.
     """
 
     def __init__(
@@ -130,13 +133,13 @@ class KrulClient:
             response = self._http.request(method, path, json=body, params=params or None)
         except httpx.TimeoutException as error:
             raise KrulError(
-                f"{self.base_url} did not answer {method} {path} in time ({type(error).__name__}): is it busy, "
-                "or still starting? Try again, or allow more with timeout_s"
+                f"{self.base_url} did not answer {method} {path} in time ({type(error).__name__}): is it "
+                "busy, or still starting? Try again, or allow more with timeout_s"
             ) from error
         except (httpx.TransportError, httpx.DecodingError) as error:
             raise KrulError(
-                f"no server can be reached at {self.base_url} ({error}): start one with `krul serve`, or name "
-                "another with --url or $KRUL_URL"
+                f"no server can be reached at {self.base_url} ({error}): start one with `krul serve`, or "
+                "name another with --url or $KRUL_URL"
             ) from error
         if not response.is_success:
             self._raise(response, path)
@@ -152,8 +155,8 @@ class KrulClient:
             raise _ERRORS.get(status, KrulError)(message)
         if status in (401, 403):
             raise KrulError(
-                f"{self.base_url} refuses the API key (HTTP {status}): give the one the server was started with, "
-                "by --api-key or $KRUL_API_KEY"
+                f"{self.base_url} refuses the API key (HTTP {status}): give the one the server was started "
+                "with, by --api-key or $KRUL_API_KEY"
             )
         if status == 400:
             raise InvalidSessionId(f"{self.base_url} refuses {path} (HTTP 400): {message}")
@@ -163,8 +166,8 @@ class KrulClient:
 
     def _no_krul(self, path: str, what: str) -> KrulError:
         return KrulError(
-            f"the server at {self.base_url} has no session routes ({path}: {what}): start it with `krul serve`, "
-            "or with --radix-cache-backend krul"
+            f"the server at {self.base_url} has no session routes ({path}: {what}): start it with "
+            "`krul serve`, or with --radix-cache-backend krul"
         )
 
 
@@ -172,35 +175,26 @@ def _checked(base_url: str) -> str:
     try:
         url = httpx.URL(base_url)
     except httpx.InvalidURL as error:
-        raise KrulError(f"{base_url!r} is no URL ({error}): give one such as http://127.0.0.1:30000") from error
+        raise KrulError(
+            f"{base_url!r} is no URL ({error}): give one such as http://127.0.0.1:30000"
+        ) from error
     if url.scheme not in ("http", "https") or not url.host:
-        raise KrulError(f"{base_url!r} is no URL of a server: give one such as http://127.0.0.1:30000")
+        raise KrulError(f"{base_url!r} is no URL of a server: give one such as {_EXAMPLE}")
     return base_url.rstrip("/").removesuffix("/v1")
 
 
 def _path(session_id: str) -> str:
-    """The id as one segment, every byte that means something in a URL encoded, dots too.
+    """The route of a session; its id is one path segment, slashes encoded.
 
     Raises:
-        InvalidSessionId: empty, or it holds what UTF-8 can't say; the server checks the rest.
+        InvalidSessionId: as the server would.
     """
-    if not session_id:
-        raise InvalidSessionId("session_id '' is empty: give 1 to 256 characters")
-    try:
-        encoded = quote(session_id, safe="")
-    except UnicodeEncodeError as error:
-        raise InvalidSessionId(
-            f"session_id {session_id!r} is not Unicode text: give 1 to 256 characters without surrogates"
-        ) from error
-    # "." and ".." would be resolved away on the way, even encoded: a client that means them can't say so.
-    if session_id in (".", "..") or "/../" in f"/{session_id}/" or "/./" in f"/{session_id}/":
-        encoded = encoded.replace(".", "%2E")
-    return f"{_ROUTE}/{encoded}"
+    encoded = quote(validate_session_id(session_id), safe="")
+    # These two would be resolved away on their way to the server.
+    return f"{_ROUTE}/{encoded.replace('.', '%2E') if encoded in ('.', '..') else encoded}"
 
 
-def _given(
-    cache_salt: str | None, extra_key: str | None, timeout_s: float | None = None
-) -> dict[str, Any]:
+def _given(cache_salt: str | None, extra_key: str | None, timeout_s: float | None = None) -> dict[str, Any]:
     given = {"cache_salt": cache_salt, "extra_key": extra_key, "timeout_s": timeout_s}
     return {name: value for name, value in given.items() if value is not None}
 

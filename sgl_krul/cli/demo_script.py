@@ -1,6 +1,6 @@
-"""What the user says in `krul demo`: a traveller names a dog, tells of a journey, and asks for the dog at the end.
+"""What the user says in `krul demo`: a dog is named, a journey told, and the dog asked for.
 
-Fixed texts, so that two runs are the same chat: about 2,300 tokens with the answers.
+Fixed texts, so that two runs are the same chat: about 2,070 tokens with the answers.
 """
 
 from __future__ import annotations

@@ -167,6 +167,11 @@ def _is_int(value: Any, low: int, high: int) -> bool:
     return type(value) is int and low <= value <= high  # bool is an int, and not one here
 
 
+# For larger pieces xxhash lets go of the interpreter, and gets it back milliseconds later when another thread
+# of Python runs. A piece takes 5 microseconds, so nobody waits for long either.
+_PIECE = 64 << 10
+
+
 def _digest(buffers: Iterable[Buffer]) -> tuple[int, int]:
     """Length and xxh3_64 of the buffers one after another."""
     length = 0
@@ -174,7 +179,8 @@ def _digest(buffers: Iterable[Buffer]) -> tuple[int, int]:
     for buffer in buffers:
         view = byte_view(buffer)
         length += view.nbytes
-        state.update(view)
+        for start in range(0, view.nbytes, _PIECE):
+            state.update(view[start : start + _PIECE])
     return length, state.intdigest()
 
 

@@ -23,6 +23,8 @@ __all__ = ["SessionControl"]
 
 logger = logging.getLogger(__name__)
 
+_IDLE_NAP_S = 0.005  # a message that comes meanwhile waits so long, when nothing else runs
+
 Send = Callable[[KrulControlReqOutput, KrulControlReqInput], None]
 
 
@@ -83,6 +85,10 @@ class SessionControl:
     def flushes(self) -> int:
         """How often the device was flushed."""
         return self._cache.epoch
+
+    def nap(self) -> None:
+        """Let the workers have the interpreter: an idle scheduler spins, and they would starve."""
+        self.service.wait(_IDLE_NAP_S)
 
     def weights_changed(self, model: Path | None, weight_version: str | None, *, flushed: bool) -> None:
         """From now on pages belong to another namespace: that of `model`, or an unknown one.

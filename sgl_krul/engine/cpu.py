@@ -94,7 +94,7 @@ class KrulCpuPlatform(CpuDeviceMixin, SRTPlatform):
             server_args.max_total_tokens = _MAX_TOTAL_TOKENS
         if server_args.chunked_prefill_size is None:
             server_args.chunked_prefill_size = _CHUNKED_PREFILL_SIZE
-        # An idle scheduler otherwise spins: on a laptop that is heat, on two cores it slows the front end down.
+        # An idle scheduler otherwise spins: heat on a laptop, and on two cores a slower front end.
         server_args.sleep_on_idle = True
         _disable_graphs(server_args)
 

@@ -189,9 +189,10 @@ class FrontEnd:
                     continue
                 try:
                     await self.pause(key, timeout_s=0)
-                except UnknownSession:
-                    self._active.pop(digest, None)
                 except (AnswerError, SessionBusy) as error:
+                    if isinstance(error, AnswerError) and error.kind == UnknownSession.__name__:
+                        self._active.pop(digest, None)
+                        continue
                     logger.warning("idle session %r was not paused: %s", key.session_id, error)
                     self._active[digest] = (key, time.monotonic())
 

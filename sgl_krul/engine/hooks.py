@@ -6,7 +6,6 @@ import json
 import multiprocessing
 import os
 import sys
-import time
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
@@ -17,9 +16,6 @@ from sgl_krul.engine.frontend import FrontEnd
 from sgl_krul.engine.messages import KrulControlReqInput, KrulControlReqOutput, register_messages
 
 __all__ = ["create_cache", "register"]
-
-_IDLE_NAP_S = 0.0005  # an idle scheduler spins; while workers run it must let go of the interpreter
-
 
 MakeRouter = Callable[[FrontEnd], Any]
 
@@ -98,7 +94,7 @@ def after_on_idle(_result: None, scheduler: Any) -> None:
     """While workers run, an idle scheduler naps between its rounds instead of holding the interpreter."""
     control = _control(scheduler)
     if control is not None and control.working:
-        time.sleep(_IDLE_NAP_S)
+        control.nap()
 
 
 def around_sleep_on_idle(original: Callable[[Any], None], scheduler: Any) -> None:

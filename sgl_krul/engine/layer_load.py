@@ -45,7 +45,10 @@ class LayerLoad:
 
     def wait(self, layer: int, max_wait_s: float) -> None:
         """Return when `layer` may be read by the current stream."""
-        if not self._copied[layer].is_set() and not self._copied[layer].wait(max_wait_s):
+        copied = self._copied[layer]
+        # A loader that is done and has not copied this layer has failed: there is nothing to wait for.
+        ended = self._future is not None and self._future.done()
+        if not copied.is_set() and (ended or not copied.wait(max_wait_s)) and not copied.is_set():
             self.takeovers += 1
             self._copy(layer, None)
             return

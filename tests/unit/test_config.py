@@ -49,7 +49,7 @@ def file_refusal(tmp_path: Path, text: str) -> str:
 
 def test_defaults() -> None:
     assert to_mapping(parse({})) == {
-        "memory": {"capacity_bytes": 4 * 2**30},
+        "memory": {"capacity_bytes": 4 * 2**30, "prefault_bytes": 2**30},
         "ssd": {
             "path": "/home/ada/.cache/sgl-krul/sessions",
             "capacity_bytes": 64 * 2**30,
@@ -269,7 +269,8 @@ def test_a_long_value_is_shortened_in_the_message() -> None:
         ({1: 1}, "1: unknown key. Known here: memory, ssd, chunk, session, restore, pause."),
         (
             {"memory": {"capacity": "2GiB"}},
-            "memory.capacity: unknown key. Did you mean memory.capacity_bytes? Known here: capacity_bytes.",
+            "memory.capacity: unknown key. Did you mean memory.capacity_bytes? "
+            "Known here: capacity_bytes, prefault_bytes.",
         ),
         (
             {"restore": {"fsync": "never"}},
@@ -282,7 +283,7 @@ def test_a_long_value_is_shortened_in_the_message() -> None:
         ),
         (
             {"memory": {None: 1}},
-            "memory.None: unknown key. Known here: capacity_bytes.",
+            "memory.None: unknown key. Known here: capacity_bytes, prefault_bytes.",
         ),
     ],
 )

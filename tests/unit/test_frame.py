@@ -29,6 +29,7 @@ from sgl_krul.codec import (
 )
 from sgl_krul.errors import Corrupt
 from sgl_krul.store import MemoryTier, SsdTier
+from sgl_krul.store.tier import MAX_HEADER_BYTES
 
 BODY = [[b"layer 0"], [b"lay", b"", b"er 1"], []]
 HEADER = ChunkHeader(
@@ -101,11 +102,15 @@ def test_a_version_that_is_no_integer(version: object) -> None:
         msgpack.packb([1, 2, 3]),
         msgpack.packb([1, 2, b"", 4]),
         encode_header(HEADER) + b"\0",
-        bytes((1 << 20) + 1),
     ],
 )
 def test_bytes_that_are_no_header(data: bytes) -> None:
     assert reason(data) in {"length", "checksum"}
+
+
+def test_more_bytes_than_a_header_may_have_are_not_looked_at() -> None:
+    with pytest.raises(Corrupt, match=f"at most {MAX_HEADER_BYTES} expected"):
+        decode_header(bytes(MAX_HEADER_BYTES + 1))
 
 
 @pytest.mark.parametrize(

@@ -328,3 +328,15 @@ def test_threads_on_pages() -> None:
     assert tier.check() == []
     tier.clear()
     assert tier.usage().bytes == 0
+
+
+def test_prefault_backs_the_first_slots_and_harms_nothing() -> None:
+    tier = MemoryTier(3, 4096, 40 * 3 * 4096)
+    tier.put("a", b"h", [bytes([layer]) * 4096 for layer in range(3)])
+    assert tier.prefault(0) == 0
+    assert tier.prefault(10 * 3 * 4096 + 5) in (0, 10 * 3 * 4096)  # 0: a system that can't
+    assert tier.prefault(1 << 40) in (0, 40 * 3 * 4096)
+    read = bytearray(3 * 4096)
+    tier.read_segments("a", 0, [memoryview(read)])
+    assert read == b"".join(bytes([layer]) * 4096 for layer in range(3))
+    assert tier.check() == []

@@ -174,6 +174,15 @@ def test_chunks_kept_need_no_pages(ssd: SsdTier) -> None:
     assert report.manifest.stored_tokens == 128
 
 
+def test_a_very_long_session_has_a_manifest_all_the_same(ssd: SsdTier) -> None:
+    """Six bytes a token: past the megabyte that chunk headers would do with."""
+    session = chat(200_000)
+    session.write(ssd, TruePages(session.hashes, 0))
+    record = read_manifest(ssd, NAMESPACE, session.digest)
+    assert record is not None
+    assert (record.tokens, record.stored_tokens, len(record.hashes)) == (200_000, 0, 12_500)
+
+
 # -- chunks that are not what they were --
 
 

@@ -14,6 +14,7 @@ from sgl_krul.codec.base import Mode
 from sgl_krul.codec.frame import ChunkHeader, build_segments, decode_header, encode_header
 from sgl_krul.errors import StoreUnavailable
 from sgl_krul.restore.pipeline import Restorer, RestoreReport
+from sgl_krul.session.catalog import delete_session
 from sgl_krul.session.record import Manifest
 from sgl_krul.store.memory import MemoryTier
 from sgl_krul.store.ssd import SsdTier
@@ -22,6 +23,7 @@ from sgl_krul.store.workers import Workers
 from tests.sessions import (
     CHUNK_TOKENS,
     LAYOUT,
+    NAMESPACE,
     OTHER_NAMESPACE,
     PAGE,
     Chat,
@@ -101,7 +103,7 @@ def bench(ssd: SsdTier, store: Path, memory: MemoryTier, workers: Workers) -> It
     session = chat(COUNT)
     bench = Bench(ssd, store, memory, workers, session, session.write(ssd).manifest)
     yield bench
-    session.write(ssd)  # what a test damaged by hand
+    delete_session(ssd, NAMESPACE, session.digest)  # what a test damaged by hand
 
 
 # -- sound sessions --
@@ -190,7 +192,7 @@ def test_a_chunk_of_another_length(bench: Bench, chunk: int, length: int | str) 
 
 
 def positions() -> list[int]:
-    """One byte of every kind: each field of the head, the header, and each segment's start, middle and end."""
+    """One byte of every kind: the head's fields, the header, each segment's start, middle and end."""
     segment = CHUNK_BYTES // LAYOUT.layers
     head = [0, 7, 8, 12, 15, 16, 23, 24, 31, 32, 33, 40, 60, 100, 150]
     body = [BODY + layer * segment + n for layer in range(3) for n in (0, 1, segment // 2, segment - 1)]
@@ -303,7 +305,7 @@ def test_a_chunk_of_another_shape_is_not_ours(bench: Bench) -> None:
         (longer_layer, "bytes in mode raw"),
         (other_mode, "mode quantized"),
     ):
-        bench.session.write(bench.tier)
+        bench.manifest = bench.session.write(bench.tier).manifest
         rewrite(bench, 1, change)
         bench.expect(bench.restore(), 64, said)
         bench.memory.clear()

@@ -8,34 +8,26 @@ they are safe.
 
 from __future__ import annotations
 
-import logging
 import time
 from array import array
 from collections.abc import Callable
-from concurrent.futures import Future
 from dataclasses import asdict, dataclass, field
-from threading import Event
-from typing import Any
 
 from sgl_krul.config import Config
-from sgl_krul.errors import Corrupt, KrulError, SessionBusy, StoreError
+from sgl_krul.errors import SessionBusy
 from sgl_krul.layout import KvLayout
-from sgl_krul.pause.memory_only import keep_in_memory
-from sgl_krul.pause.pipeline import PageSource, PauseReport, Snapshot, write_session
-from sgl_krul.restore.pipeline import Restorer, RestoreReport
-from sgl_krul.session.catalog import delete_everywhere, delete_session, find_sessions, read_manifest
+from sgl_krul.pause.pipeline import PageSource, PauseReport, Snapshot
+from sgl_krul.restore.pipeline import RestoreReport
+from sgl_krul.service.jobs import Body, Job, Jobs, Reply
+from sgl_krul.service.transfers import Transfers
+from sgl_krul.session.catalog import find_sessions
 from sgl_krul.session.record import SessionKey
-from sgl_krul.session.registry import PausedCopy, Registry, Session, State
+from sgl_krul.session.registry import Registry, Session, State
 from sgl_krul.store.memory import MemoryTier
 from sgl_krul.store.tier import CheckedTier
 from sgl_krul.store.workers import Workers
 
-__all__ = ["Counters", "Reply", "SessionService"]
-
-logger = logging.getLogger(__name__)
-
-Body = dict[str, Any]
-Reply = Callable[[Body | KrulError], None]
+__all__ = ["Counters", "SessionService"]
 
 
 @dataclass
@@ -50,16 +42,6 @@ class Counters:
     corrupt_manifests: int = 0
     missing_chunks: int = 0
     orphans_removed: int = 0
-
-
-@dataclass
-class _Job:
-    """Work under way for one session. `complete` runs in the calling thread once `future` is done."""
-
-    digest: str
-    future: Future[Any]
-    complete: Callable[[], Body]
-    reply: Reply
 
 
 @dataclass
@@ -92,13 +74,13 @@ class SessionService:
         self._ssd = ssd
         self._clock = clock
         self._now = now
-        self._jobs: list[_Job] = []
+        self._jobs = Jobs()
         self._leases: dict[str, _Lease] = {}
-        self._stop = Event()
         self._pausers = Workers("pause", config.pause.workers)
         self._resumers = Workers("resume", config.restore.workers)
-        self._loaders = Workers("load", config.restore.workers)
+        self._transfers = Transfers(config, layout, memory, ssd, clock, now)
         self._discover()
+        self._resumers.submit(memory.prefault, config.memory.prefault_bytes)
 
     def _discover(self) -> None:
         """Find the sessions of earlier runs. Once, while the server starts."""
@@ -128,13 +110,17 @@ class SessionService:
             session.token_ids, session.branches = array("q"), []
             if session.paused is not None and session.paused.tier != self.memory.name:
                 session.state = State.PAUSED if session.paused.namespace == namespace else State.STALE
-            elif not self._busy(session):  # else its job, once done, says what is left of it
+            elif not self._jobs.busy(session.digest):  # else its job, once done, says what is left of it
                 self.registry.remove(session.digest)
 
     @property
     def working(self) -> bool:
         """True while any job runs."""
         return bool(self._jobs)
+
+    def wait(self, timeout_s: float) -> None:
+        """Return when a job is done, or after `timeout_s`: for a caller that has nothing else to do."""
+        self._jobs.wait(timeout_s)
 
     # ---- the verbs ----
 
@@ -169,7 +155,7 @@ class SessionService:
         )
         start = self._clock()
         replaced = session.paused
-        future = self._pausers.submit(self._write, snapshot, source, replaced, before)
+        future = self._pausers.submit(self._transfers.write, snapshot, source, replaced, before)
         session.state = State.PAUSING
 
         def complete() -> Body:
@@ -193,7 +179,7 @@ class SessionService:
                 "elapsed_ms": self._elapsed_ms(start),
             }
 
-        self._jobs.append(_Job(session.digest, future, complete, reply))
+        self._jobs.begin(Job(session.digest, future, complete, reply))
 
     def resume(self, session: Session, *, hold: bool, reply: Reply) -> None:
         """Bring a paused session to memory. With `hold`, a request waits: pages stay pinned until it has run.
@@ -204,7 +190,9 @@ class SessionService:
         self._refuse_if_busy(session)
         start = self._clock()
         deadline = start + self._config.session.hold_deadline_s
-        future = self._resumers.submit(self._restore, session.digest, session.paused, deadline)
+        future = self._resumers.submit(
+            self._transfers.restore, session.digest, session.paused, self.namespace, deadline
+        )
         before, session.state = session.state, State.RESUMING
 
         def complete() -> Body:
@@ -229,7 +217,7 @@ class SessionService:
                 "elapsed_ms": self._elapsed_ms(start),
             }
 
-        self._jobs.append(_Job(session.digest, future, complete, reply))
+        self._jobs.begin(Job(session.digest, future, complete, reply))
 
     def forget(self, session: Session, *, settle: Callable[[], int], reply: Reply) -> None:
         """Delete the session everywhere: manifest, then chunks, then (`settle`) its device and memory pages.
@@ -239,7 +227,7 @@ class SessionService:
         """
         self._refuse_if_busy(session)
         self._end_lease(session.digest)
-        future = self._pausers.submit(self._delete, session.digest)
+        future = self._pausers.submit(self._transfers.delete, session.digest)
 
         def complete() -> Body:
             freed_bytes = future.result()
@@ -252,7 +240,7 @@ class SessionService:
                 "device_tokens_freed": freed_tokens,
             }
 
-        self._jobs.append(_Job(session.digest, future, complete, reply))
+        self._jobs.begin(Job(session.digest, future, complete, reply))
 
     def describe(self, session: Session) -> Body:
         """The session as the API shows it."""
@@ -288,78 +276,23 @@ class SessionService:
             now = self._clock()
             for digest in [digest for digest, lease in self._leases.items() if lease.until < now]:
                 self._end_lease(digest)
-        if not self._jobs:
-            return
-        for job in [job for job in self._jobs if job.future.done()]:
-            self._jobs.remove(job)
-            job.reply(self._outcome(job))
+        self._jobs.poll()
 
     def close(self) -> None:
         """Stop the workers; a pause under way is finished first."""
-        self._stop.set()
+        self._transfers.stop.set()
         for digest in list(self._leases):
             self._end_lease(digest)
-        for workers in (self._pausers, self._resumers, self._loaders):
-            workers.close()
+        self._pausers.close()
+        self._resumers.close()
+        self._transfers.close()
 
     def check(self) -> list[str]:
         """Problems found: empty when sound."""
         problems = self.registry.check() + self.memory.check()
         return problems + (self._ssd.check() if self._ssd is not None else [])
 
-    # ---- on workers ----
-
-    def _write(
-        self, snapshot: Snapshot, source: PageSource, replaced: PausedCopy | None, before: Callable[[], None]
-    ) -> tuple[PausedCopy, PauseReport | None]:
-        before()
-        if self._ssd is None:
-            stored = keep_in_memory(snapshot, source, self.memory, self._config.chunk.tokens)
-            return PausedCopy.in_memory(
-                snapshot.namespace, snapshot.layout, snapshot.token_ids, stored, self._now()
-            ), None
-        report = write_session(
-            snapshot, source, self._ssd, chunk_tokens=self._config.chunk.tokens, now=self._now
-        )
-        if replaced is not None and replaced.namespace != snapshot.namespace:
-            try:
-                delete_session(self._ssd, replaced.namespace, snapshot.digest)
-            except StoreError as error:  # the new copy is committed; the old one goes by its TTL
-                logger.warning("krul: an older copy of %s stays: %s", snapshot.digest[:12], error)
-        return PausedCopy.of(report.manifest, self._ssd.name), report
-
-    def _restore(self, digest: str, paused: PausedCopy | None, deadline: float) -> RestoreReport:
-        if self._ssd is None or paused is None or paused.tier != self._ssd.name:
-            return RestoreReport(cut="nothing is stored outside memory")
-        if paused.namespace != self.namespace:
-            return RestoreReport(cut="stored for another model, dtype, page size or weight version")
-        try:
-            manifest = read_manifest(self._ssd, paused.namespace, digest)
-        except Corrupt as error:
-            return RestoreReport(corrupt_chunks=1, cut=f"corrupt manifest ({error})")
-        except StoreError as error:
-            return RestoreReport(cut=f"store unavailable ({error})")
-        if manifest is None:
-            return RestoreReport(missing_chunks=1, cut="the manifest has gone")
-        ahead = self._config.restore.workers
-        restorer = Restorer(self._ssd, self.memory, self.layout, self._loaders, ahead=ahead)
-        return restorer.run(manifest, deadline=deadline, clock=self._clock, cancelled=self._stop)
-
-    def _delete(self, digest: str) -> int:
-        """Also what no manifest names (a failed pause), and copies under other namespaces."""
-        return 0 if self._ssd is None else delete_everywhere(self._ssd, digest)[1]
-
     # ---- small things ----
-
-    def _outcome(self, job: _Job) -> Body | KrulError:
-        """The answer of a finished job. A bug in a job must not end the caller, which is the scheduler."""
-        try:
-            return job.complete()
-        except KrulError as error:
-            return error
-        except Exception as error:
-            logger.exception("krul: a job of session %s failed", job.digest[:12])
-            return KrulError(f"internal error: {error!r}; the server's log has the trace")
 
     def _rest(self, session: Session, namespace: str, *, paused: bool) -> None:
         """Where a session stands after its pause. A request may have gone on meanwhile: it is active then,
@@ -377,11 +310,8 @@ class SessionService:
         else:
             session.state = State.STALE
 
-    def _busy(self, session: Session) -> bool:
-        return any(job.digest == session.digest for job in self._jobs)
-
     def _refuse_if_busy(self, session: Session) -> None:
-        if self._busy(session):
+        if self._jobs.busy(session.digest):
             raise SessionBusy(
                 f"session {session.session_id!r} is busy right now ({session.state.value}): "
                 "try again when that is done"

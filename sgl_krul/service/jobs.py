@@ -1,0 +1,71 @@
+"""Work under way: begun by a verb, finished in the thread that polls."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass
+from threading import Event
+from typing import Any
+
+from sgl_krul.errors import KrulError
+
+__all__ = ["Body", "Job", "Jobs", "Reply"]
+
+logger = logging.getLogger(__name__)
+
+Body = dict[str, Any]
+Reply = Callable[[Body | KrulError], None]
+
+
+@dataclass
+class Job:
+    """One verb for one session. `complete` runs in the polling thread once `future` is done."""
+
+    digest: str
+    future: Future[Any]
+    complete: Callable[[], Body]
+    reply: Reply
+
+
+class Jobs:
+    """Jobs of one polling thread."""
+
+    def __init__(self) -> None:
+        self._jobs: list[Job] = []
+        self._done = Event()
+
+    def __bool__(self) -> bool:
+        return bool(self._jobs)
+
+    def busy(self, digest: str) -> bool:
+        """True while the session has a job."""
+        return any(job.digest == digest for job in self._jobs)
+
+    def begin(self, job: Job) -> None:
+        """Watch a job."""
+        self._jobs.append(job)
+        job.future.add_done_callback(lambda _: self._done.set())
+
+    def wait(self, timeout_s: float) -> None:
+        """Return when a job is done, or after `timeout_s`."""
+        self._done.wait(timeout_s)
+        self._done.clear()
+
+    def poll(self) -> None:
+        """Finish and answer what is done. Never blocks."""
+        for job in [job for job in self._jobs if job.future.done()]:
+            self._jobs.remove(job)
+            job.reply(self._outcome(job))
+
+    @staticmethod
+    def _outcome(job: Job) -> Body | KrulError:
+        """The answer of a finished job. A bug in a job must not end the caller, which is the scheduler."""
+        try:
+            return job.complete()
+        except KrulError as error:
+            return error
+        except Exception as error:
+            logger.exception("krul: a job of session %s failed", job.digest[:12])
+            return KrulError(f"internal error: {error!r}; the server's log has the trace")

@@ -1,0 +1,113 @@
+"""Which weights made this KV."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from sgl_krul.engine.identity import Identity, fingerprint_weights
+from tests.sessions import LAYOUT
+
+BIG = 4 << 20  # sampled: 16 blocks of 64 KiB, 256 KiB apart
+SMALL = 300_000  # read whole
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    """A model of two weight files and a config."""
+    path = tmp_path / "model"
+    path.mkdir()
+    (path / "config.json").write_text('{"layers": 3}')
+    (path / "tokenizer.json").write_text("{}")
+    (path / "a.safetensors").write_bytes(bytes(range(256)) * (BIG // 256))
+    (path / "b.safetensors").write_bytes(bytes(range(255)) * (SMALL // 255))
+    return path
+
+
+def flip(path: Path, position: int) -> None:
+    with path.open("r+b") as file:
+        file.seek(position)
+        byte = file.read(1)[0]
+        file.seek(position)
+        file.write(bytes([byte ^ 1]))
+
+
+def test_a_copy_is_the_same_model(model: Path, tmp_path: Path) -> None:
+    copy = tmp_path / "elsewhere"
+    shutil.copytree(model, copy)
+    for path in copy.iterdir():
+        path.touch()
+    assert fingerprint_weights(copy) == fingerprint_weights(model) == fingerprint_weights(model)
+    (copy / "tokenizer.json").write_text("{'other': 1}")
+    (copy / "README.md").write_text("notes")
+    assert fingerprint_weights(copy) == fingerprint_weights(model)
+
+
+@pytest.mark.parametrize(
+    ("name", "position"),
+    [
+        ("a.safetensors", 0),
+        ("a.safetensors", 65_535),
+        ("a.safetensors", BIG // 16),
+        ("a.safetensors", 15 * BIG // 16 + 65_535),
+        ("b.safetensors", 0),
+        ("b.safetensors", 123_456),
+        ("b.safetensors", SMALL // 255 * 255 - 1),
+        ("config.json", 5),
+    ],
+)
+def test_one_changed_byte_is_another_model(model: Path, name: str, position: int) -> None:
+    before = fingerprint_weights(model)
+    flip(model / name, position)
+    assert fingerprint_weights(model) != before
+    flip(model / name, position)
+    assert fingerprint_weights(model) == before
+
+
+def test_another_size_or_number_of_files_is_another_model(model: Path) -> None:
+    seen = {fingerprint_weights(model)}
+    with (model / "a.safetensors").open("ab") as file:
+        file.write(b"\0")
+    seen.add(fingerprint_weights(model))
+    (model / "c.bin").write_bytes(b"")
+    seen.add(fingerprint_weights(model))
+    (model / "quantize_config.json").write_text("{}")
+    seen.add(fingerprint_weights(model))
+    (model / "config.json").unlink()
+    seen.add(fingerprint_weights(model))
+    assert len(seen) == 5
+
+
+@pytest.mark.parametrize("kind", ["missing", "empty", "config only"])
+def test_without_weight_files_every_start_is_another_model(tmp_path: Path, kind: str) -> None:
+    """Dummy weights, or a name that cannot be resolved: nothing stored may be taken for it."""
+    path = tmp_path / "model"
+    if kind != "missing":
+        path.mkdir()
+    if kind == "config only":
+        (path / "config.json").write_text("{}")
+    prints = [fingerprint_weights(path) for _ in range(3)]
+    assert len(set(prints)) == 3
+    assert all(text.startswith("unknown-") for text in prints)
+
+
+def test_namespaces_follow_weights_and_their_version(model: Path) -> None:
+    identity = Identity(LAYOUT, None)
+    first = identity.of_model(model)
+    assert len(first) == 32
+    assert Identity(LAYOUT, None).of_model(model) == Identity(LAYOUT, "").of_model(model) == first
+    second = identity.of_model(model, "v2")
+    assert second != first
+    assert identity.of_model(model) == second  # the version stays until another is named
+    assert Identity(LAYOUT, "v2").of_model(model) == second
+    assert identity.of_unknown() != identity.of_unknown()
+
+
+def test_a_name_that_is_no_directory_is_looked_up_locally_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    names = {Identity(LAYOUT, None).of_model(Path("no-such-owner/no-such-model")) for _ in range(2)}
+    assert len(names) == 2
