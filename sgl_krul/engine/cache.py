@@ -32,7 +32,7 @@ class DevicePath:
 class KrulCache(UnifiedRadixCache):
     """A UnifiedRadixCache that reports finished requests of sessions and gives the control step its turn."""
 
-    on_finished: Callable[[SessionKey, array[int]], None] | None = None
+    on_finished: Callable[[SessionKey, array[int], str | None], None] | None = None
     on_step: Callable[[], None] | None = None
     on_reset: Callable[[], None] | None = None
     krul_control: Any = None
@@ -42,8 +42,9 @@ class KrulCache(UnifiedRadixCache):
         """Insert as SGLang does; a finished request of a session is that session's state from now on."""
         super().checkpoint_into_tree(req, up_to=up_to, **kwargs)
         if self.on_finished is not None and req.session_id is not None and req.finished():
-            key = SessionKey(req.session_id, req.cache_salt, req.extra_key)
-            self.on_finished(key, array("q", req.full_untruncated_fill_ids[:up_to]))
+            key = SessionKey(req.session_id, req.cache_salt or None, req.extra_key or None)
+            token_ids = array("q", req.full_untruncated_fill_ids[:up_to])
+            self.on_finished(key, token_ids, self.get_last_hash_value(req.last_node))
 
     def check_hicache_events(self) -> None:
         """Called by the scheduler in every round."""

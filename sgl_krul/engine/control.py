@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from array import array
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -187,31 +186,16 @@ class SessionControl:
         return freed + self._cache.free_tail(key, session.token_ids, keep)
 
     def _shared_pages(self, session: Session, hashes: tuple[str, ...]) -> int:
-        """Leading pages that another active session has too (same tokens, same salt)."""
-        shared = 0
-        for other in self.service.registry:
-            if other.digest == session.digest or other.state is not State.ACTIVE or other.key is None:
-                continue
-            if session.key is not None and other.key[1:] != session.key[1:]:
-                continue
-            shared = max(shared, _common_tokens(session.token_ids, other.token_ids) // self._cache.page_size)
-        return min(shared, len(hashes))
+        """Leading pages that are all another active session has: the tree doesn't show that it needs them.
+
+        (Where another goes on differently, the tree has a node with children, and keeps that by itself.)
+        """
+        ends = self.service.registry.ends(but=session)
+        return max((index + 1 for index, page_hash in enumerate(hashes) if page_hash in ends), default=0)
 
     def _before_flush(self) -> None:
         for source in self._sources.values():
             source.revoke()
-
-
-def _common_tokens(a: array[int], b: array[int]) -> int:
-    """Length of the common prefix."""
-    low, high = 0, min(len(a), len(b))
-    while low < high:
-        middle = (low + high + 1) // 2
-        if a[low:middle] == b[low:middle]:
-            low = middle
-        else:
-            high = middle - 1
-    return low
 
 
 def _output(request_id: str, result: dict[str, Any] | KrulError) -> KrulControlReqOutput:

@@ -1,7 +1,8 @@
 """The front end's side: requests of paused sessions wait here until their KV is in memory; verbs come and go.
 
 Runs in the event loop of SGLang's tokenizer manager. The scheduler's process does the work; here is only who
-may go when (`SessionGate`), what has to be asked first (the hold), and how long anybody waits.
+may go when (`SessionGate`), what has to be asked first (the hold), and how long anybody waits. A client that
+goes away ends its own waiting only: a hold or a verb that was begun runs to its end.
 """
 
 from __future__ import annotations
@@ -10,18 +11,23 @@ import asyncio
 import logging
 import time
 import uuid
+from collections import OrderedDict
 from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass
 from typing import Any
 
 from sgl_krul.config import Config
 from sgl_krul.engine.gate import SessionGate
 from sgl_krul.engine.messages import KrulControlReqInput, KrulControlReqOutput
-from sgl_krul.errors import SessionBusy, StoreUnavailable, UnknownSession
-from sgl_krul.session.record import SessionKey, validate_session_id
+from sgl_krul.engine.request import annotate, session_key, why_not_pausable
+from sgl_krul.errors import SessionBusy, UnknownSession
+from sgl_krul.session.record import SessionKey
 
 __all__ = ["AnswerError", "FrontEnd"]
 
 logger = logging.getLogger(__name__)
+
+MAX_KNOWN = 50_000  # sessions remembered here; one that is forgotten is only asked for again
 
 Answer = dict[str, Any]
 
@@ -35,6 +41,16 @@ class AnswerError(Exception):
         self.kind = kind
 
 
+@dataclass
+class _Known:
+    """What this side knows of a session. `active`: it needs no hold."""
+
+    key: SessionKey
+    active: bool = False
+    last_used: float = 0.0
+    not_pausable: str = ""
+
+
 class FrontEnd:
     """One per tokenizer manager. `send` takes a message to the scheduler; answers come to `on_answer`."""
 
@@ -46,8 +62,9 @@ class FrontEnd:
         self._send = send
         self._listen = listen
         self._answers: dict[str, asyncio.Future[KrulControlReqOutput]] = {}
-        self._active: dict[str, tuple[SessionKey, float]] = {}
-        self._not_pausable: dict[str, str] = {}
+        self._known: OrderedDict[str, _Known] = OrderedDict()
+        self._holds: dict[str, asyncio.Task[Answer]] = {}
+        self._verbs: set[asyncio.Task[Answer]] = set()
         self._idle_task: asyncio.Task[None] | None = None
 
     # ---- requests ----
@@ -58,29 +75,35 @@ class FrontEnd:
         Raises:
             ValueError: a bad session id; SGLang answers 400.
         """
-        key = _key_of(obj)
-        reason = _why_not_pausable(obj)
-        if reason:
-            self._not_pausable[key.digest] = reason
+        key = session_key(obj)
+        known = self._know(key)
+        known.not_pausable = why_not_pausable(obj) or known.not_pausable
         self._start_idle_pauses()
         start = time.monotonic()
         async with self.gate.request(key.digest, self._settings.hold_deadline_s):
-            report = await self._hold(key)
+            report = {} if known.active else await asyncio.shield(self._hold(key))
             held_ms = round(1000 * (time.monotonic() - start), 3)
-            self._active[key.digest] = (key, time.monotonic())
+            known.active = True
+            known.last_used = time.monotonic()
             try:
                 async for out in generate():
-                    yield _annotate(out, report, held_ms)
+                    yield annotate(out, report, held_ms)
             finally:
-                self._active[key.digest] = (key, time.monotonic())
+                known.last_used = time.monotonic()
 
-    async def _hold(self, key: SessionKey) -> Answer:
-        """Ask the scheduler to bring the session to memory; {} when it is known to be active."""
-        if key.digest in self._active:
-            return {}
+    def _hold(self, key: SessionKey) -> asyncio.Task[Answer]:
+        """The hold of a session: one for all requests that wait for it."""
+        task = self._holds.get(key.digest)
+        if task is None:
+            task = asyncio.get_running_loop().create_task(self._ask_to_hold(key))
+            self._holds[key.digest] = task
+            task.add_done_callback(lambda _: self._holds.pop(key.digest, None))
+        return task
+
+    async def _ask_to_hold(self, key: SessionKey) -> Answer:
         try:
             return await self._ask("hold", key, self._settings.hold_deadline_s + 1.0)
-        except (AnswerError, SessionBusy, StoreUnavailable) as error:
+        except (AnswerError, SessionBusy) as error:
             logger.warning("session %r goes on without its stored KV: %s", key.session_id, error)
             return {"reason": str(error)}
 
@@ -92,15 +115,12 @@ class FrontEnd:
         Raises:
             SessionBusy, UnknownSession, AnswerError
         """
-        reason = self._not_pausable.get(key.digest)
-        if reason is not None:
+        known = self._known.get(key.digest)
+        if known is not None and known.not_pausable:
             raise SessionBusy(
-                f"session {key.session_id!r} can't be paused: {reason}. Delete it, or let it age."
+                f"session {key.session_id!r} can't be paused: {known.not_pausable}. Delete it, or let it age."
             )
-        async with self.gate.alone(key.digest, key.session_id, self._timeout(timeout_s)):
-            answer = await self._ask("pause", key, None)
-            self._active.pop(key.digest, None)
-            return answer
+        return await self._alone("pause", key, timeout_s)
 
     async def resume(self, key: SessionKey, timeout_s: float | None = None) -> Answer:
         """Bring the session to memory.
@@ -109,9 +129,8 @@ class FrontEnd:
             SessionBusy, UnknownSession, AnswerError
         """
         if self.gate.running(key.digest):
-            return await self._ask("show", key, None) | {"reason": "a request of the session is running"}
-        async with self.gate.alone(key.digest, key.session_id, self._timeout(timeout_s)):
-            return await self._ask("resume", key, None)
+            return await self.show(key) | {"reason": "a request of the session is running"}
+        return await self._alone("resume", key, timeout_s)
 
     async def forget(self, key: SessionKey, timeout_s: float | None = None) -> Answer:
         """Delete the session everywhere.
@@ -119,11 +138,7 @@ class FrontEnd:
         Raises:
             SessionBusy, UnknownSession, AnswerError
         """
-        async with self.gate.alone(key.digest, key.session_id, self._timeout(timeout_s)):
-            answer = await self._ask("forget", key, None)
-            self._active.pop(key.digest, None)
-            self._not_pausable.pop(key.digest, None)
-            return answer
+        return await self._alone("forget", key, timeout_s)
 
     async def show(self, key: SessionKey) -> Answer:
         """One session.
@@ -144,6 +159,31 @@ class FrontEnd:
             future.set_result(message)
 
     # ---- inside ----
+
+    async def _alone(self, verb: str, key: SessionKey, timeout_s: float | None) -> Answer:
+        """Run a verb with the session to itself, to its end even if the caller is cancelled."""
+        timeout_s = self._settings.busy_timeout_s if timeout_s is None else timeout_s
+        task = asyncio.get_running_loop().create_task(self._run_verb(verb, key, timeout_s))
+        self._verbs.add(task)  # the loop itself keeps only a weak reference
+        task.add_done_callback(self._verb_done)
+        return await asyncio.shield(task)
+
+    async def _run_verb(self, verb: str, key: SessionKey, timeout_s: float) -> Answer:
+        async with self.gate.alone(key.digest, key.session_id, timeout_s):
+            hold = self._holds.get(key.digest)
+            if hold is not None:  # its request has gone; the scheduler is still at it
+                await asyncio.wait([hold])
+            answer = await self._ask(verb, key, None)
+            if verb == "pause" and key.digest in self._known:
+                self._known[key.digest].active = False
+            elif verb == "forget":
+                self._known.pop(key.digest, None)
+            return answer
+
+    def _verb_done(self, task: asyncio.Task[Answer]) -> None:
+        self._verbs.discard(task)
+        if not task.cancelled():
+            task.exception()  # whoever waited has it; if nobody did, it is no unhandled error either
 
     async def _ask(self, verb: str, key: SessionKey, timeout_s: float | None) -> Answer:
         request_id = uuid.uuid4().hex
@@ -171,8 +211,12 @@ class FrontEnd:
             raise AnswerError(answer.status, answer.body["type"], answer.body["message"])
         return answer.body
 
-    def _timeout(self, timeout_s: float | None) -> float:
-        return self._settings.busy_timeout_s if timeout_s is None else timeout_s
+    def _know(self, key: SessionKey) -> _Known:
+        known = self._known.setdefault(key.digest, _Known(key))
+        self._known.move_to_end(key.digest)
+        while len(self._known) > MAX_KNOWN:
+            self._known.popitem(last=False)
+        return known
 
     def _start_idle_pauses(self) -> None:
         if self._settings.idle_pause_s > 0 and self._idle_task is None:
@@ -184,59 +228,18 @@ class FrontEnd:
         while True:
             await asyncio.sleep(min(idle_s, 5.0) / 4)
             silent_since = time.monotonic() - idle_s
-            for digest, (key, last) in list(self._active.items()):
-                if last > silent_since or self.gate.running(digest) or digest in self._not_pausable:
-                    continue
-                try:
-                    await self.pause(key, timeout_s=0)
-                except (AnswerError, SessionBusy) as error:
-                    if isinstance(error, AnswerError) and error.kind == UnknownSession.__name__:
-                        self._active.pop(digest, None)
-                        continue
-                    logger.warning("idle session %r was not paused: %s", key.session_id, error)
-                    self._active[digest] = (key, time.monotonic())
+            for digest, known in list(self._known.items()):
+                if known.active and known.last_used <= silent_since and not self.gate.running(digest):
+                    await self._pause_idle(known)
 
-
-def _key_of(obj: Any) -> SessionKey:
-    """The session a request names. Salts that are lists belong to batches, which are never paused."""
-    try:
-        session_id = validate_session_id(obj.session_id)
-    except Exception as error:
-        raise ValueError(str(error)) from error
-    salts = [getattr(obj, name, None) for name in ("cache_salt", "extra_key")]
-    return SessionKey(session_id, *(salt if isinstance(salt, str) and salt else None for salt in salts))
-
-
-def _why_not_pausable(obj: Any) -> str:
-    """Empty for a plain chat request."""
-    sampling = getattr(obj, "sampling_params", None)
-    if isinstance(getattr(obj, "text", None), list) or isinstance(sampling, list):
-        return "it was used for a batch of prompts"
-    ids = getattr(obj, "input_ids", None)
-    if ids and isinstance(ids[0], list):
-        return "it was used for a batch of prompts"
-    if isinstance(sampling, dict) and (sampling.get("n") or 1) > 1:
-        return "it was used with n > 1"
-    if not hasattr(obj, "return_logprob"):
-        return "it was used for embeddings"
-    if any(getattr(obj, name, None) for name in ("image_data", "video_data", "audio_data", "input_embeds")):
-        return "it was used with images, audio, video or embeddings"
-    return ""
-
-
-def _annotate(out: Any, report: Answer, held_ms: float) -> Any:
-    """Tell in `meta_info` how many tokens really came from the store."""
-    meta = out.get("meta_info") if isinstance(out, dict) else None
-    if isinstance(meta, dict):
-        restored = (meta.get("cached_tokens_details") or {}).get("host", 0)
-        origin = report.get("restored_from", "nowhere")
-        if origin == "nowhere" and restored:
-            origin = "memory"  # the write-through had kept them
-        meta["krul"] = {
-            "restored_tokens": restored,
-            "restored_from": origin if restored else "nowhere",
-            "held_ms": held_ms,
-            "corrupt_chunks": report.get("corrupt_chunks", 0),
-            "reason": report.get("reason", ""),
-        }
-    return out
+    async def _pause_idle(self, known: _Known) -> None:
+        if known.not_pausable:
+            return
+        try:
+            await self.pause(known.key, timeout_s=0)
+        except (AnswerError, SessionBusy) as error:
+            if isinstance(error, AnswerError) and error.kind == UnknownSession.__name__:
+                known.active = False
+                return
+            logger.warning("idle session %r was not paused: %s", known.key.session_id, error)
+            known.last_used = time.monotonic()

@@ -96,10 +96,10 @@ class SessionService:
 
     # ---- what the engine tells ----
 
-    def observe(self, key: SessionKey, token_ids: array[int]) -> None:
-        """A request of the session finished, and these tokens are in the tree."""
+    def observe(self, key: SessionKey, token_ids: array[int], end_hash: str | None = None) -> None:
+        """A request of the session finished; these tokens are in the tree, the last page named `end_hash`."""
         session = self.registry.open(key, self._now())
-        session.advance(token_ids, self._now())
+        session.advance(token_ids, end_hash, self._now())
         self._end_lease(session.digest)
 
     def change_namespace(self, namespace: str) -> None:
@@ -107,7 +107,7 @@ class SessionService:
         self.namespace = namespace
         self.memory.clear()
         for session in self.registry:
-            session.token_ids, session.branches = array("q"), []
+            session.token_ids, session.end_hash, session.branches = array("q"), None, []
             if session.paused is not None and session.paused.tier != self.memory.name:
                 session.state = State.PAUSED if session.paused.namespace == namespace else State.STALE
             elif not self._jobs.busy(session.digest):  # else its job, once done, says what is left of it

@@ -14,6 +14,10 @@ from sgl_krul.session.record import Manifest, SessionKey
 __all__ = ["PausedCopy", "Registry", "Session", "State"]
 
 
+MAX_UNPAUSED = 50_000
+MAX_BRANCHES = 8  # older ones leave the device when the tree needs room
+
+
 class State(StrEnum):
     """Where a session stands. STALE: stored under another namespace (other weights, say), unreadable here."""
 
@@ -67,7 +71,7 @@ class Session:
     """One session. `token_ids` is the key of its last finished request in this server's life (empty before).
 
     `branches` are earlier keys that `token_ids` does not extend (an edited or regenerated turn); their KV
-    leaves the device at the next pause.
+    leaves the device at the next pause. `end_hash` names the last full page of `token_ids`.
     """
 
     digest: str
@@ -76,16 +80,18 @@ class Session:
     key: SessionKey | None = None
     state: State = State.ACTIVE
     token_ids: array[int] = field(default_factory=lambda: array("q"))
+    end_hash: str | None = None
     branches: list[array[int]] = field(default_factory=list)
     paused: PausedCopy | None = None
     last_used: float = 0.0
     corrupt_chunks: int = 0
 
-    def advance(self, token_ids: array[int], now: float) -> None:
+    def advance(self, token_ids: array[int], end_hash: str | None, now: float) -> None:
         """A request of this session finished with these tokens: they are its state from now on."""
         if self.token_ids and token_ids[: len(self.token_ids)] != self.token_ids:
-            self.branches.append(self.token_ids)
+            self.branches = [*self.branches[1 - MAX_BRANCHES :], self.token_ids]
         self.token_ids = token_ids
+        self.end_hash = end_hash
         self.state = State.ACTIVE
         self.last_used = now
 
@@ -98,10 +104,16 @@ class Session:
 
 
 class Registry:
-    """Sessions by digest. Used by one thread (the scheduler's)."""
+    """Sessions by digest. Used by one thread (the scheduler's).
 
-    def __init__(self) -> None:
+    Of the sessions that were never paused at most `max_unpaused` are kept: the ones not heard of for longest
+    are forgotten, and computed anew should they come back.
+    """
+
+    def __init__(self, max_unpaused: int = MAX_UNPAUSED) -> None:
         self._sessions: dict[str, Session] = {}
+        self._unpaused: dict[str, None] = {}  # oldest first; may hold some that were paused since
+        self._max_unpaused = max_unpaused
 
     def __iter__(self) -> Iterator[Session]:
         return iter(list(self._sessions.values()))
@@ -134,7 +146,19 @@ class Registry:
             session = Session(digest=key.digest, session_id=key.session_id, salted=key.salted, last_used=now)
             self._sessions[key.digest] = session
         session.key = key
+        self._unpaused.pop(key.digest, None)
+        self._unpaused[key.digest] = None
+        while len(self._unpaused) > self._max_unpaused:
+            self._forget_oldest()
         return session
+
+    def ends(self, *, but: Session) -> set[str]:
+        """The last page hashes of all other active sessions."""
+        return {
+            s.end_hash
+            for s in self._sessions.values()
+            if s.end_hash is not None and s.state is State.ACTIVE and s is not but
+        }
 
     def add(self, session: Session) -> None:
         """Enter a session found in a store; one that is known already stays."""
@@ -143,6 +167,13 @@ class Registry:
     def remove(self, digest: str) -> None:
         """Forget the session."""
         self._sessions.pop(digest, None)
+
+    def _forget_oldest(self) -> None:
+        digest = next(iter(self._unpaused))
+        del self._unpaused[digest]
+        session = self._sessions.get(digest)
+        if session is not None and session.paused is None and session.state is State.ACTIVE:
+            del self._sessions[digest]
 
     def check(self) -> list[str]:
         """Problems found: empty when sound."""

@@ -580,3 +580,76 @@ def test_an_idle_session_the_scheduler_does_not_know_is_dropped(make: Callable[.
         assert scheduler.verbs.count("pause") == 1
 
     run(scheduler, main())
+
+
+def test_requests_of_one_session_share_a_hold(make: Callable[..., Scheduler], ssd: SsdTier) -> None:
+    chat(150).write(ssd)
+    scheduler = make()
+    go = stall(scheduler, "read_segments")
+
+    async def main() -> None:
+        requests = [asyncio.create_task(scheduler.turn(chat(150))) for _ in range(3)]
+        await until(lambda: scheduler.service.working)
+        await asyncio.sleep(0.02)
+        go.set()
+        for first, _ in await asyncio.gather(*requests):
+            assert first["meta_info"]["krul"]["restored_tokens"] == 144
+        assert scheduler.verbs.count("hold") == 1
+
+    run(scheduler, main())
+
+
+@pytest.mark.parametrize("verb", ["pause", "resume", "forget"])
+def test_a_verb_waits_for_a_hold_whose_client_has_left(
+    make: Callable[..., Scheduler], ssd: SsdTier, verb: str
+) -> None:
+    chat(150).write(ssd)
+    scheduler = make()
+    go = stall(scheduler, "read_segments")
+
+    async def main() -> None:
+        request = asyncio.create_task(scheduler.turn(chat(150)))
+        await until(lambda: scheduler.service.working)
+        request.cancel()
+        await asyncio.wait([request])
+        answer = asyncio.create_task(getattr(scheduler.front, verb)(KEY))
+        await asyncio.sleep(0.02)
+        assert not answer.done()
+        go.set()
+        assert (await answer)["session_id"] == "chat"
+
+    run(scheduler, main())
+
+
+def test_a_pause_goes_to_its_end_without_its_caller(make: Callable[..., Scheduler]) -> None:
+    scheduler = make()
+    go = stall(scheduler, "put")
+
+    async def main() -> None:
+        await scheduler.turn(chat(150))
+        caller = asyncio.create_task(scheduler.front.pause(KEY))
+        await until(lambda: scheduler.service.working)
+        caller.cancel()
+        await asyncio.wait([caller])
+        next_turn = asyncio.create_task(scheduler.turn(chat(150)))
+        await asyncio.sleep(0.02)
+        assert not next_turn.done()  # it waits for the pause, and then for its KV
+        go.set()
+        first, _ = await next_turn
+        assert first["meta_info"]["krul"]["restored_tokens"] == 144
+
+    run(scheduler, main())
+
+
+def test_only_so_many_sessions_are_remembered(
+    make: Callable[..., Scheduler], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sgl_krul.engine.frontend.MAX_KNOWN", 2)
+    scheduler = make()
+
+    async def main() -> None:
+        for name in ("a", "b", "c", "c", "b", "a"):
+            await scheduler.turn(dataclasses.replace(chat(20), key=SessionKey(name)))
+
+    run(scheduler, main())
+    assert scheduler.verbs == ["hold"] * 4  # a, b, c, and a again: it was forgotten

@@ -8,7 +8,7 @@ import pytest
 
 from sgl_krul.errors import UnknownSession
 from sgl_krul.session.record import SessionKey
-from sgl_krul.session.registry import PausedCopy, Registry, Session, State
+from sgl_krul.session.registry import MAX_BRANCHES, PausedCopy, Registry, Session, State
 from tests.sessions import LAYOUT, NAMESPACE, NOW, tokens
 
 KEY = SessionKey("chat")
@@ -71,7 +71,7 @@ def test_a_session_found_in_a_store_learns_its_key_at_its_first_request() -> Non
 
 
 def advance(session: Session, token_ids: array[int]) -> None:
-    session.advance(token_ids, NOW)
+    session.advance(token_ids, None, NOW)
 
 
 def test_a_chat_that_goes_on_has_no_branches() -> None:
@@ -104,3 +104,32 @@ def test_a_copy_in_memory_counts_raw_bytes() -> None:
     copy = copy_of(50)
     assert (copy.tier, copy.tokens, copy.stored_tokens) == ("memory", 50, 48)
     assert copy.raw_bytes == copy.stored_bytes == 3 * LAYOUT.page_bytes
+
+
+def test_only_so_many_sessions_that_were_never_paused_are_kept() -> None:
+    registry = Registry(max_unpaused=3)
+    names = [SessionKey(f"s{index}") for index in range(6)]
+    first = registry.open(names[0], 1.0)
+    first.paused, first.state = copy_of(32), State.PAUSED
+    for key in names[1:]:
+        registry.open(key, 2.0)
+    registry.open(names[3], 3.0)  # heard of again: s4 is the oldest now
+    registry.open(SessionKey("new"), 4.0)
+    assert {session.session_id for session in registry} == {"s0", "s3", "s5", "new"}
+    assert registry.check() == []
+
+
+def test_only_so_many_branches_are_kept() -> None:
+    session = Session(KEY.digest, "chat", False)
+    for turn in range(3 * MAX_BRANCHES):
+        advance(session, array("q", [turn, 1, 2]))
+    assert [branch[0] for branch in session.branches] == [*range(2 * MAX_BRANCHES - 1, 3 * MAX_BRANCHES - 1)]
+
+
+def test_ends_are_those_of_other_active_sessions() -> None:
+    registry = Registry()
+    mine, other, resting = (registry.open(SessionKey(name), 1.0) for name in ("mine", "other", "resting"))
+    for session, end in ((mine, "aa"), (other, "bb"), (resting, "cc")):
+        session.advance(tokens(32), end, NOW)
+    resting.paused, resting.state = copy_of(32), State.PAUSED
+    assert registry.ends(but=mine) == {"bb"}

@@ -1,0 +1,61 @@
+"""What a request of SGLang tells about its session, and what its answer tells about the restore."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from sgl_krul.errors import InvalidSessionId
+from sgl_krul.session.record import SessionKey, validate_session_id
+
+__all__ = ["annotate", "session_key", "why_not_pausable"]
+
+
+def session_key(obj: Any) -> SessionKey:
+    """The session a request names. Salts that are lists belong to batches, which are never paused.
+
+    Raises:
+        ValueError: a bad id; SGLang answers 400.
+    """
+    try:
+        session_id = validate_session_id(obj.session_id)
+    except InvalidSessionId as error:
+        raise ValueError(str(error)) from error
+    salts = [getattr(obj, name, None) for name in ("cache_salt", "extra_key")]
+    return SessionKey(session_id, *(salt if isinstance(salt, str) and salt else None for salt in salts))
+
+
+def why_not_pausable(obj: Any) -> str:
+    """Empty for a plain chat request."""
+    sampling = getattr(obj, "sampling_params", None)
+    ids = getattr(obj, "input_ids", None)
+    if (
+        isinstance(getattr(obj, "text", None), list)
+        or isinstance(sampling, list)
+        or (ids and isinstance(ids[0], list))
+    ):
+        return "it was used for a batch of prompts"
+    if isinstance(sampling, dict) and (sampling.get("n") or 1) > 1:
+        return "it was used with n > 1"
+    if not hasattr(obj, "return_logprob"):
+        return "it was used for embeddings"
+    if any(getattr(obj, name, None) for name in ("image_data", "video_data", "audio_data", "input_embeds")):
+        return "it was used with images, audio, video or embeddings"
+    return ""
+
+
+def annotate(out: Any, report: dict[str, Any], held_ms: float) -> Any:
+    """Tell in `meta_info` how many tokens really came from the store. `report` is the answer to the hold."""
+    meta = out.get("meta_info") if isinstance(out, dict) else None
+    if isinstance(meta, dict):
+        restored = (meta.get("cached_tokens_details") or {}).get("host", 0)
+        origin = report.get("restored_from", "nowhere")
+        if origin == "nowhere":
+            origin = "memory"  # the write-through had kept them
+        meta["krul"] = {
+            "restored_tokens": restored,
+            "restored_from": origin if restored else "nowhere",
+            "held_ms": held_ms,
+            "corrupt_chunks": report.get("corrupt_chunks", 0),
+            "reason": report.get("reason", ""),
+        }
+    return out
