@@ -27,6 +27,7 @@ __all__ = ["AnswerError", "FrontEnd"]
 
 logger = logging.getLogger(__name__)
 
+_WIND_DOWN_S = 1.0  # an abandoned request ends within a step or two of the scheduler
 MAX_KNOWN = 50_000  # sessions remembered here; one that is forgotten is only asked for again
 
 Answer = dict[str, Any]
@@ -173,12 +174,26 @@ class FrontEnd:
             hold = self._holds.get(key.digest)
             if hold is not None:  # its request has gone; the scheduler is still at it
                 await asyncio.wait([hold])
+            if verb == "pause":
+                return await self._pause_for_good(key, timeout_s)
             answer = await self._ask(verb, key, None)
-            if verb == "pause" and key.digest in self._known:
-                self._known[key.digest].active = False
-            elif verb == "forget":
+            if verb == "forget":
                 self._known.pop(key.digest, None)
             return answer
+
+    async def _pause_for_good(self, key: SessionKey, timeout_s: float) -> Answer:
+        """Pause, and again if a request ended beside it: without its client, one ends in the scheduler later."""
+        give_up = time.monotonic() + max(timeout_s, _WIND_DOWN_S)
+        while True:
+            answer = await self._ask("pause", key, None)
+            if answer["state"] != "active":
+                break
+            if time.monotonic() > give_up:
+                raise SessionBusy(f"session {key.session_id!r} is busy: a request goes on ending. Try again.")
+            await asyncio.sleep(_WIND_DOWN_S / 20)
+        if key.digest in self._known:
+            self._known[key.digest].active = False
+        return answer
 
     def _verb_done(self, task: asyncio.Task[Answer]) -> None:
         self._verbs.discard(task)

@@ -39,7 +39,7 @@ class Identity:
 
 def _local(model: Path) -> Path:
     """The directory of a model's files; hub names are looked up in the local cache, never fetched."""
-    if model.is_dir():
+    if model.exists():
         return model
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
@@ -50,7 +50,7 @@ def _local(model: Path) -> Path:
         return model
 
 
-def fingerprint_weights(model_dir: Path) -> str:
+def fingerprint_weights(model: Path) -> str:
     """SHA-256 (hex) over the model's config and, of every weight file, its size and 16 sampled blocks of 64
     KiB.
 
@@ -58,18 +58,20 @@ def fingerprint_weights(model_dir: Path) -> str:
     weight values count by sample. Names and dates of files count not: a copy of a model is the same model.
 
     A directory without weight files (a hub name that can't be resolved, dummy weights) has no fingerprint
-    that would
-    hold: it gets one of its own, so that nothing stored is ever taken for it.
+    that would hold: it gets one of its own, so that nothing stored is ever taken for it.
     """
     digest = hashlib.sha256(b"krul-weights-1")
-    if not model_dir.is_dir():
+    if model.is_file():  # a GGUF file holds its configuration itself
+        _sample(model, digest)
+        return digest.hexdigest()
+    if not model.is_dir():
         return unknown_weights()
     for name in _CONFIG_NAMES:
-        path = model_dir / name
+        path = model / name
         if path.is_file():
             data = path.read_bytes()
             digest.update(len(data).to_bytes(8, "little") + data)
-    files = sorted(p for p in model_dir.iterdir() if p.suffix in _SUFFIXES and p.is_file())
+    files = sorted(p for p in model.iterdir() if p.suffix in _SUFFIXES and p.is_file())
     if not files:
         return unknown_weights()
     for path in files:

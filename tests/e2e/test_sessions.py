@@ -270,7 +270,6 @@ def test_a_client_that_goes_away(chatter: Chatter, fresh_id: NewId) -> None:
     body = {
         "input_ids": tail,
         "session_id": name,
-        "stream": True,
         "sampling_params": {"temperature": 0, "max_new_tokens": 200, "ignore_eos": True},
     }
     for wait_s in (0.0, 0.01, 0.05, 0.3):

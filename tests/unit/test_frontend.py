@@ -653,3 +653,22 @@ def test_only_so_many_sessions_are_remembered(
 
     run(scheduler, main())
     assert scheduler.verbs == ["hold"] * 4  # a, b, c, and a again: it was forgotten
+
+
+def test_a_pause_is_repeated_when_an_abandoned_request_ends_beside_it(
+    make: Callable[..., Scheduler],
+) -> None:
+    scheduler = make()
+    go = stall(scheduler, "put")
+
+    async def main() -> None:
+        await scheduler.turn(chat(150))
+        pause = asyncio.create_task(scheduler.front.pause(KEY))
+        await until(lambda: scheduler.service.working)
+        scheduler.service.observe(KEY, chat(170).token_ids)  # its client left, and the front end with it
+        go.set()
+        answer = await pause
+        assert (answer["state"], answer["tokens"]) == ("paused", 170)
+        assert scheduler.verbs.count("pause") == 2
+
+    run(scheduler, main())

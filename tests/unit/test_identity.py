@@ -111,3 +111,12 @@ def test_a_name_that_is_no_directory_is_looked_up_locally_only(
     monkeypatch.chdir(tmp_path)
     names = {Identity(LAYOUT, None).of_model(Path("no-such-owner/no-such-model")) for _ in range(2)}
     assert len(names) == 2
+
+
+def test_a_model_may_be_one_file(model: Path) -> None:
+    path = model / "a.safetensors"
+    before = fingerprint_weights(path)
+    assert not before.startswith("unknown")
+    assert fingerprint_weights(path) == before
+    flip(path, 100)
+    assert fingerprint_weights(path) != before
