@@ -18,6 +18,7 @@ import mmap
 import random
 import statistics
 import sys
+import time
 from collections import defaultdict
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,7 @@ from benchmarks.harness import Server, model_arguments, stamp, tokens, workspace
 from benchmarks.report import bars, table
 
 TURN_TOKENS = 32
+QUIET_S = 0.5  # before every measured request: what the one before left to do is done by then
 COLUMNS = ("cold_s", "radix_s", "memory_s", "ssd_s")
 
 
@@ -79,6 +81,7 @@ def measure(
         server.wait_ready()
         server.generate(tokens(rng, 64), new_tokens=4)
         for size, name, history in paused:
+            time.sleep(QUIET_S)
             timed = server.generate(history + tokens(rng, TURN_TOKENS), session_id=name)
             require_restored(timed.meta, size)
             times[size]["ssd_s"].append(timed.ttft_s)
@@ -93,14 +96,17 @@ def one_round(
 ) -> list[int]:
     """Measure cold, radix and memory; leaves the session paused and returns its history."""
     history = tokens(rng, size)
+    time.sleep(QUIET_S)
     cold = server.generate(tokens(rng, size + TURN_TOKENS), cache_salt=f"cold-{name}")
     assert cold.meta["cached_tokens"] == 0, cold.meta
     times["cold_s"].append(cold.ttft_s)
     server.generate(history, session_id=name)
+    time.sleep(QUIET_S)
     radix = server.generate(history + tokens(rng, TURN_TOKENS), session_id=name)
     assert radix.meta["cached_tokens_details"]["device"] >= size - 16, radix.meta
     times["radix_s"].append(radix.ttft_s)
     server.pause(name)
+    time.sleep(QUIET_S)
     memory = server.generate(history + tokens(rng, TURN_TOKENS), session_id=name)
     require_restored(memory.meta, size)
     times["memory_s"].append(memory.ttft_s)

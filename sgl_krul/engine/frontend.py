@@ -182,7 +182,7 @@ class FrontEnd:
             return answer
 
     async def _pause_for_good(self, key: SessionKey, timeout_s: float) -> Answer:
-        """Pause, and again if a request ended beside it: without its client, one ends in the scheduler later."""
+        """Pause, and again if a request ended beside it: one without its client ends a little later."""
         give_up = time.monotonic() + max(timeout_s, _WIND_DOWN_S)
         while True:
             answer = await self._ask("pause", key, None)
