@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-from sgl_krul.api.client import KrulClient
 
+from sgl_krul.api.client import KrulClient
 from sgl_krul.cli.server_process import ServerProcess
 
 MiB = 1 << 20
