@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
 from sglang.srt.mem_cache.registry import create_unified_radix_cache
 from sglang.srt.mem_cache.unified_cache.components import ComponentType
 
-from sgl_krul.config import Config
+from sgl_krul.config import Config, cache_home
 from sgl_krul.engine.cache import KrulCache
 from sgl_krul.engine.control import SessionControl
-from sgl_krul.engine.identity import Identity
+from sgl_krul.engine.identity import Identity, model_settings
 from sgl_krul.engine.linker import KrulLinker
 from sgl_krul.engine.pool import KvPages, read_layout
 from sgl_krul.errors import UnsupportedServer
@@ -47,7 +48,13 @@ def build_cache(ctx: Any, config: Config) -> KrulCache:
         )
     pool = ctx.params.token_to_kv_pool_allocator.get_kvcache()
     layout = read_layout(pool, cache.page_size, _rope(ctx.model_config.hf_config))
-    identity = Identity(layout, ctx.server_args.weight_version)
+    identity = Identity(
+        layout,
+        ctx.server_args.weight_version,
+        model_settings(ctx.server_args, ctx.model_config.hf_config),
+        str(ctx.server_args.load_format),
+        cache_home(os.environ) / "fingerprints.json",
+    )
     namespace = identity.of_model(Path(ctx.model_config.model_path))
     memory = MemoryTier(layout.layers, layout.page_segment_bytes, config.memory.capacity_bytes)
     ssd = None

@@ -49,6 +49,13 @@ def _hooks(make_router: MakeRouter | None = None) -> list[Hook]:
             ("sglang.srt.managers.scheduler.Scheduler.__init__", "AFTER", after_scheduler_init),
             ("sglang.srt.managers.scheduler.Scheduler.on_idle", "AFTER", after_on_idle),
             ("sglang.srt.managers.scheduler.Scheduler.maybe_sleep_on_idle", "AROUND", around_sleep_on_idle),
+            (
+                "sglang.srt.managers.scheduler.Scheduler.handle_update_weight_version",
+                "AROUND",
+                around_new_version,
+            ),
+            (f"{updater}.end_weight_update", "AROUND", around_end_of_update),
+            (f"{updater}.check_weights", "AROUND", around_check_weights),
         ]
         hooks += [
             (f"{updater}.update_weights_from_{source}", "AROUND", around_weight_update)
@@ -110,6 +117,8 @@ def around_weight_update(original: Callable[..., Any], updater: Any, request: An
     if control is None:
         return original(updater, request)
     path = getattr(request, "model_path", None)
+    if getattr(request, "load_format", None) not in (None, "auto", "safetensors", "pt"):
+        path = None  # what was loaded need not be what the files hold
     version = getattr(request, "weight_version", None)
     flushes = control.flushes
     changed = True
@@ -122,6 +131,34 @@ def around_weight_update(original: Callable[..., Any], updater: Any, request: An
             control.weights_changed(
                 None if path is None else Path(path), version, flushed=control.flushes != flushes
             )
+    return result
+
+
+def around_new_version(original: Callable[..., Any], scheduler: Any, request: Any) -> Any:
+    """Somebody names the weights anew: weights that came by a way SGLang did not see, for all we know."""
+    result = original(scheduler, request)
+    control = _control(scheduler)
+    if control is not None:
+        control.weights_changed(None, request.new_version, flushed=False)
+    return result
+
+
+def around_end_of_update(original: Callable[..., Any], updater: Any, request: Any) -> Any:
+    """An update in which nothing was loaded through SGLang was written to the device from outside."""
+    session = updater._session  # noqa: SLF001
+    result = original(updater, request)
+    control = _control(updater.scheduler)
+    if control is not None and session is not None and not session.loaded_weights:
+        control.weights_changed(None, None, flushed=False)
+    return result
+
+
+def around_check_weights(original: Callable[..., Any], updater: Any, request: Any) -> Any:
+    """A check may also overwrite the weights."""
+    result = original(updater, request)
+    control = _control(updater.scheduler)
+    if control is not None and request.action not in ("snapshot", "compare", "checksum"):
+        control.weights_changed(None, None, flushed=False)
     return result
 
 

@@ -1,32 +1,42 @@
-"""Who made this KV: a fingerprint of the weights that is cheap and can't be fooled by an equal name."""
+"""Who made this KV: the namespace of this server's pages, at start and after every change of weights."""
 
 from __future__ import annotations
 
 import hashlib
-import os
-import uuid
+import json
 from pathlib import Path
+from typing import Any
 
+from sgl_krul.engine.weights import fingerprint_weights, unknown_weights
 from sgl_krul.layout import KvLayout, namespace
 
-__all__ = ["Identity", "fingerprint_weights", "unknown_weights"]
+__all__ = ["Identity", "model_settings"]
 
-_SAMPLE_BYTES = 1 << 16
-_SAMPLES = 16
-_SUFFIXES = (".safetensors", ".bin", ".pt", ".gguf", ".npz")
-_CONFIG_NAMES = ("config.json", "quantize_config.json", "hf_quant_config.json")
+# Arguments that change what the same files compute. The effective configuration of the model is beside them.
+_ARGUMENTS = ("load_format", "quantization", "dtype", "model_impl", "json_model_override_args", "revision")
+# Formats that load the files that are hashed. Of any other, dummy weights above all, the weights are unknown.
+_FILE_FORMATS = frozenset(
+    {"auto", "safetensors", "pt", "npcache", "gguf", "bitsandbytes", "mistral", "layered", "fastsafetensors"}
+)
 
 
 class Identity:
-    """Names the namespace of this server's KV, at start and after every change of weights."""
+    """Names namespaces. `settings` is text: what else than the files decides how the model computes."""
 
-    def __init__(self, layout: KvLayout, weight_version: str | None) -> None:
+    def __init__(
+        self, layout: KvLayout, weight_version: str | None, settings: str, load_format: str, memory: Path
+    ) -> None:
         self._layout = layout
         self._weight_version = weight_version or ""
+        self._settings = hashlib.sha256(settings.encode()).hexdigest()
+        self._from_files = load_format in _FILE_FORMATS
+        self._memory = memory
 
     def of_model(self, model: Path, weight_version: str | None = None) -> str:
         """The namespace for weights loaded from a directory, or from the local copy of a hub model."""
-        return self._namespace(fingerprint_weights(_local(model)), weight_version)
+        if not self._from_files:
+            return self.of_unknown(weight_version)
+        return self._namespace(fingerprint_weights(_local(model), self._memory), weight_version)
 
     def of_unknown(self, weight_version: str | None = None) -> str:
         """A namespace that nothing stored has: for weights that came over the wire."""
@@ -34,7 +44,16 @@ class Identity:
 
     def _namespace(self, fingerprint: str, weight_version: str | None) -> str:
         self._weight_version = weight_version or self._weight_version
-        return namespace(self._layout, fingerprint, self._weight_version, rank=0, world_size=1)
+        weights = f"{fingerprint}/{self._settings}"
+        return namespace(self._layout, weights, self._weight_version, rank=0, world_size=1)
+
+
+def model_settings(server_args: Any, hf_config: Any) -> str:
+    """The arguments and the effective configuration of the model, as canonical text."""
+    arguments = {name: getattr(server_args, name, None) for name in _ARGUMENTS}
+    config = hf_config.to_dict()
+    config.pop("_name_or_path", None)  # where it lies is not what it is
+    return json.dumps([arguments, config], sort_keys=True, default=str)
 
 
 def _local(model: Path) -> Path:
@@ -48,46 +67,3 @@ def _local(model: Path) -> Path:
         return Path(snapshot_download(str(model), local_files_only=True))
     except (LocalEntryNotFoundError, HFValidationError):
         return model
-
-
-def fingerprint_weights(model: Path) -> str:
-    """SHA-256 (hex) over the model's config and, of every weight file, its size and 16 sampled blocks of 64
-    KiB.
-
-    The first block holds a safetensors file's whole header or most of it, so shapes and names count fully;
-    weight values count by sample. Names and dates of files count not: a copy of a model is the same model.
-
-    A directory without weight files (a hub name that can't be resolved, dummy weights) has no fingerprint
-    that would hold: it gets one of its own, so that nothing stored is ever taken for it.
-    """
-    digest = hashlib.sha256(b"krul-weights-1")
-    if model.is_file():  # a GGUF file holds its configuration itself
-        _sample(model, digest)
-        return digest.hexdigest()
-    if not model.is_dir():
-        return unknown_weights()
-    for name in _CONFIG_NAMES:
-        path = model / name
-        if path.is_file():
-            data = path.read_bytes()
-            digest.update(len(data).to_bytes(8, "little") + data)
-    files = sorted(p for p in model.iterdir() if p.suffix in _SUFFIXES and p.is_file())
-    if not files:
-        return unknown_weights()
-    for path in files:
-        _sample(path, digest)
-    return digest.hexdigest()
-
-
-def unknown_weights() -> str:
-    """A fingerprint that equals no other: for weights that came from no file."""
-    return f"unknown-{uuid.uuid4().hex}"
-
-
-def _sample(path: Path, digest: hashlib._Hash) -> None:
-    size = path.stat().st_size
-    digest.update(size.to_bytes(8, "little"))
-    step = max(1, size // _SAMPLES)
-    with path.open("rb") as file:
-        for index in range(_SAMPLES):
-            digest.update(os.pread(file.fileno(), _SAMPLE_BYTES, index * step))

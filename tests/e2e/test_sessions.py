@@ -324,6 +324,15 @@ def test_new_weight_version_makes_sessions_stale(chatter: Chatter, fresh_id: New
     assert state_of(chatter, name) == "paused"
     assert chatter.ask(ids + begun.tokens + [15] * 4, name).restored == 96
     chatter.sessions.pause(name)
+    for path, body in (
+        ("/update_weight_version", {"new_version": "v3"}),
+        ("/weights_checker", {"action": "snapshot"}),
+    ):
+        assert chatter.http.post(path, json=body).status_code == 200, path
+    chatter.ask(ids + begun.tokens + [15] * 5, name)
+    with pytest.raises(SessionBusy, match="POST /flush_cache first"):  # whose KV the tree holds is unknown
+        chatter.sessions.pause(name)
+    assert chatter.http.post("/flush_cache").status_code == 200
     update("v2")
     answer = chatter.ask(ids + begun.tokens + [15] * 5, name)
     assert answer.cached == 0
