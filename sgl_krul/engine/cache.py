@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from sglang.srt.managers.schedule_batch import FINISH_ABORT
 from sglang.srt.mem_cache.base_prefix_cache import DecLockRefParams, MatchPrefixParams
 from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang.srt.mem_cache.unified_cache.components import BASE_COMPONENT_TYPE
@@ -32,7 +33,7 @@ class DevicePath:
 class KrulCache(UnifiedRadixCache):
     """A UnifiedRadixCache that reports finished requests of sessions and gives the control step its turn."""
 
-    on_finished: Callable[[SessionKey, array[int], str | None], None] | None = None
+    on_finished: Callable[[SessionKey, array[int], str | None, bool], None] | None = None
     on_step: Callable[[], None] | None = None
     on_reset: Callable[[], None] | None = None
     krul_control: Any = None
@@ -41,10 +42,13 @@ class KrulCache(UnifiedRadixCache):
     def checkpoint_into_tree(self, req: Any, *, up_to: int, **kwargs: Any) -> None:
         """Insert as SGLang does; a finished request of a session is that session's state from now on."""
         super().checkpoint_into_tree(req, up_to=up_to, **kwargs)
-        if self.on_finished is not None and req.session_id is not None and req.finished():
+        if self.on_finished is None or req.session_id is None or not req.finished():
+            return
+        aborted = isinstance(req.finished_reason, FINISH_ABORT)
+        if not (aborted and req.finished_reason.status_code):  # rejected: SGLang ran a stand-in of one token
             key = SessionKey(req.session_id, req.cache_salt or None, req.extra_key or None)
             token_ids = array("q", req.full_untruncated_fill_ids[:up_to])
-            self.on_finished(key, token_ids, self.get_last_hash_value(req.last_node))
+            self.on_finished(key, token_ids, self.get_last_hash_value(req.last_node), aborted)
 
     def check_hicache_events(self) -> None:
         """Called by the scheduler in every round."""

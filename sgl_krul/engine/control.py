@@ -15,7 +15,7 @@ from sgl_krul.engine.page_source import DevicePageSource
 from sgl_krul.engine.write_through import device_pages
 from sgl_krul.errors import KrulError, SessionBusy
 from sgl_krul.service import Reply, SessionService
-from sgl_krul.session.record import SessionKey, page_key
+from sgl_krul.session.record import SessionKey, common_tokens, page_key
 from sgl_krul.session.registry import Session, State
 
 __all__ = ["SessionControl"]
@@ -161,15 +161,23 @@ class SessionControl:
     def _forget(self, key: SessionKey, reply: Reply) -> None:
         session = self.service.registry.get(key)
         hashes = self._cache.page_hashes(key, session.token_ids)
+        own = [(ids, self._cache.page_hashes(key, ids)) for ids in (session.token_ids, *session.branches)]
+        others = [
+            other.token_ids
+            for other in self.service.registry
+            if other is not session and other.key is not None and other.key[1:] == key[1:]
+        ]
 
-        def settle() -> int:
-            freed = self._free_device(session, key, hashes)
-            kept = self._shared_pages(session, hashes)
-            for page_hash in hashes[kept:]:
-                self._linker.memory.delete(page_key(self._linker.namespace, page_hash))
-            return freed
+        def drop() -> None:
+            self._linker.write_through.barrier()
+            for token_ids, page_hashes in own:
+                shared = max((common_tokens(token_ids, ids) for ids in others), default=0)
+                for page_hash in page_hashes[shared // self._cache.page_size :]:
+                    self._linker.memory.delete(page_key(self._linker.namespace, page_hash))
 
-        self.service.forget(session, settle=settle, reply=reply)
+        self.service.forget(
+            session, settle=lambda: self._free_device(session, key, hashes), drop=drop, reply=reply
+        )
 
     def _show(self, key: SessionKey, reply: Reply) -> None:
         reply(self.service.describe(self.service.registry.get(key)))

@@ -19,7 +19,7 @@ from typing import Any
 from sgl_krul.config import Config
 from sgl_krul.engine.gate import SessionGate
 from sgl_krul.engine.messages import KrulControlReqInput, KrulControlReqOutput
-from sgl_krul.engine.request import annotate, session_key, why_not_pausable
+from sgl_krul.engine.request import annotate, session_key, was_aborted, why_not_pausable
 from sgl_krul.errors import SessionBusy, UnknownSession
 from sgl_krul.session.record import SessionKey
 
@@ -84,10 +84,10 @@ class FrontEnd:
         async with self.gate.request(key.digest, self._settings.hold_deadline_s):
             report = {} if known.active else await asyncio.shield(self._hold(key))
             held_ms = round(1000 * (time.monotonic() - start), 3)
-            known.active = True
             known.last_used = time.monotonic()
             try:
                 async for out in generate():
+                    known.active = known.active or not was_aborted(out)  # a rejected one leaves it paused
                     yield annotate(out, report, held_ms)
             finally:
                 known.last_used = time.monotonic()

@@ -48,6 +48,11 @@ def _hooks(make_router: MakeRouter | None = None) -> list[Hook]:
         hooks += [
             ("sglang.srt.managers.scheduler.Scheduler.__init__", "AFTER", after_scheduler_init),
             ("sglang.srt.managers.scheduler.Scheduler.on_idle", "AFTER", after_on_idle),
+            (
+                "sglang.srt.managers.scheduler.Scheduler._record_scheduler_state_for_paused_engine",
+                "AFTER",
+                after_paused_round,
+            ),
             ("sglang.srt.managers.scheduler.Scheduler.maybe_sleep_on_idle", "AROUND", around_sleep_on_idle),
             (
                 "sglang.srt.managers.scheduler.Scheduler.handle_update_weight_version",
@@ -102,6 +107,12 @@ def after_on_idle(_result: None, scheduler: Any) -> None:
     control = _control(scheduler)
     if control is not None and control.working:
         control.nap()
+
+
+def after_paused_round(_result: None, scheduler: Any) -> None:
+    """While generation is paused the scheduler only takes messages: finished work waits for us."""
+    if _control(scheduler) is not None:
+        scheduler.tree_cache.check_hicache_events()
 
 
 def around_sleep_on_idle(original: Callable[[Any], None], scheduler: Any) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 from sgl_krul.errors import InvalidSessionId
 from sgl_krul.session.record import SessionKey, validate_session_id
 
-__all__ = ["annotate", "session_key", "why_not_pausable"]
+__all__ = ["annotate", "session_key", "was_aborted", "why_not_pausable"]
 
 
 def session_key(obj: Any) -> SessionKey:
@@ -41,6 +41,13 @@ def why_not_pausable(obj: Any) -> str:
     if any(getattr(obj, name, None) for name in ("image_data", "video_data", "audio_data", "input_embeds")):
         return "it was used with images, audio, video or embeddings"
     return ""
+
+
+def was_aborted(out: Any) -> bool:
+    """True for the answer of a request that was rejected or aborted."""
+    meta = out.get("meta_info") if isinstance(out, dict) else None
+    reason = meta.get("finish_reason") if isinstance(meta, dict) else None
+    return isinstance(reason, dict) and reason.get("type") == "abort"
 
 
 def annotate(out: Any, report: dict[str, Any], held_ms: float) -> Any:

@@ -96,10 +96,16 @@ class SessionService:
 
     # ---- what the engine tells ----
 
-    def observe(self, key: SessionKey, token_ids: array[int], end_hash: str | None = None) -> None:
-        """A request of the session finished; these tokens are in the tree, the last page named `end_hash`."""
+    def observe(
+        self, key: SessionKey, token_ids: array[int], end_hash: str | None = None, aborted: bool = False
+    ) -> None:
+        """A request of the session finished; these tokens are in the tree, the last page named `end_hash`.
+
+        An aborted one may have got less far than the session was: then the session stays where it was.
+        """
         session = self.registry.open(key, self._now())
-        session.advance(token_ids, end_hash, self._now())
+        if not aborted or len(token_ids) >= session.tokens:
+            session.advance(token_ids, end_hash, self._now())
         self._end_lease(session.digest)
 
     def change_namespace(self, namespace: str) -> None:
@@ -219,15 +225,25 @@ class SessionService:
 
         self._jobs.begin(Job(session.digest, future, complete, reply))
 
-    def forget(self, session: Session, *, settle: Callable[[], int], reply: Reply) -> None:
-        """Delete the session everywhere: manifest, then chunks, then (`settle`) its device and memory pages.
+    def forget(
+        self,
+        session: Session,
+        *,
+        settle: Callable[[], int],
+        reply: Reply,
+        drop: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Delete the session everywhere: manifest, then chunks, then its memory and its device pages.
+
+        `drop()` takes its pages from memory, on the worker; `settle()` those on the device, in the calling
+        thread, and returns the tokens that freed.
 
         Raises:
             SessionBusy: another job of the session runs; nothing was changed.
         """
         self._refuse_if_busy(session)
         self._end_lease(session.digest)
-        future = self._pausers.submit(self._transfers.delete, session.digest)
+        future = self._pausers.submit(self._transfers.delete, session.digest, drop)
 
         def complete() -> Body:
             freed_bytes = future.result()

@@ -88,9 +88,11 @@ class Transfers:
         restorer = Restorer(self._ssd, self._memory, self._layout, self._loaders, ahead=ahead)
         return restorer.run(manifest, deadline=deadline, clock=self._clock, cancelled=self.stop)
 
-    def delete(self, digest: str) -> int:
+    def delete(self, digest: str, drop: Callable[[], None]) -> int:
         """Bytes freed. Also what no manifest names (a failed pause), and copies under other namespaces."""
-        return 0 if self._ssd is None else delete_everywhere(self._ssd, digest)[1]
+        freed = 0 if self._ssd is None else delete_everywhere(self._ssd, digest)[1]
+        drop()
+        return freed
 
     def close(self) -> None:
         """Stop the loaders."""

@@ -21,6 +21,7 @@ __all__ = [
     "Manifest",
     "SessionKey",
     "chunk_key",
+    "common_tokens",
     "decode_manifest",
     "encode_manifest",
     "manifest_key",
@@ -110,6 +111,21 @@ def chunk_key(namespace: str, digest: str, generation: int, index: int) -> str:
 def page_key(namespace: str, page_hash: str) -> str:
     """Memory-tier key of one page. With the namespace: after a change of weights no old page is found."""
     return f"{namespace}/{page_hash}"
+
+
+def common_tokens(a: array[int], b: array[int]) -> int:
+    """Length of the common prefix of two sessions' tokens. Most differ at once: that is cheap."""
+    low, high, step = 0, min(len(a), len(b)), 16
+    while low < high and a[low : low + step] == b[low : low + step]:
+        low, step = min(high, low + step), 2 * step
+    high = min(high, low + step)
+    while low < high:
+        middle = (low + high + 1) // 2
+        if a[low:middle] == b[low:middle]:
+            low = middle
+        else:
+            high = middle - 1
+    return low
 
 
 class ChunkRef(msgspec.Struct, frozen=True, array_like=True):

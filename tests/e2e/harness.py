@@ -100,12 +100,16 @@ class ServerFactory:
         self.store = place / "store"
         self._running: list[Chatter] = []
 
-    def config(self, *, memory: int = 512 * MiB, store: Path | None = None, **session: Any) -> Path:
+    def config(
+        self, *, memory: int = 512 * MiB, store: Path | None = None, ssd: bool = True, **session: Any
+    ) -> Path:
         """A configuration file."""
         path = self.place / "krul.yaml"
         lines = [
             f"memory: {{capacity_bytes: {memory}}}",
-            f"ssd: {{path: {store or self.store}, capacity_bytes: 4GiB, free_space_floor_bytes: 0}}",
+            f"ssd: {{path: {store or self.store}, capacity_bytes: 4GiB, free_space_floor_bytes: 0}}"
+            if ssd
+            else "ssd: null",
         ]
         if session:
             lines.append(

@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -292,6 +293,42 @@ def test_what_cannot_be_paused_says_so(chatter: Chatter, fresh_id: NewId) -> Non
     assert chatter.http.post("/generate", json=body).status_code == 200
     with pytest.raises(SessionBusy, match="n > 1"):
         chatter.sessions.pause(name)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"input_ids": prompt(130, 9000)},
+        {"sampling_params": {"temperature": -5}},
+        {"sampling_params": {"regex": "((("}},
+        {"sampling_params": {"json_schema": '{"type": 5'}},
+    ],
+    ids=["too-long", "temperature", "regex", "schema"],
+)
+def test_a_rejected_request_leaves_the_session_as_it_was(
+    chatter: Chatter, fresh_id: NewId, fields: dict[str, Any]
+) -> None:
+    name, ids = fresh_id(), prompt(131, 150)
+    begun = chatter.ask(ids, name)
+    before = chatter.sessions.pause(name)
+    body = {"input_ids": [*ids, 7], "session_id": name, **fields}
+    assert chatter.http.post("/generate", json=body).status_code == 400
+    after = chatter.sessions.pause(name)
+    assert (after.already_paused, after.tokens, after.stored_tokens) == (True, 157, before.stored_tokens)
+    assert chatter.http.post("/flush_cache").status_code == 200
+    assert chatter.ask([*ids, *begun.tokens, 5], name).restored == 144
+
+
+def test_a_pause_is_answered_while_generation_is_paused(chatter: Chatter, fresh_id: NewId) -> None:
+    name, ids = fresh_id(), prompt(140, 150)
+    begun = chatter.ask(ids, name)
+    assert chatter.http.post("/pause_generation", json={"mode": "in_place"}).status_code == 200
+    try:
+        assert chatter.sessions.pause(name, timeout_s=5).state == "paused"
+        assert chatter.sessions.resume(name, timeout_s=5).restored_tokens == 144
+    finally:
+        assert chatter.http.post("/continue_generation", json={}).status_code == 200
+    assert chatter.ask([*ids, *begun.tokens, 5], name).restored == 144
 
 
 def test_openai_chat_reports_restored_tokens(chatter: Chatter, fresh_id: NewId) -> None:

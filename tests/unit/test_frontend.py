@@ -672,3 +672,28 @@ def test_a_pause_is_repeated_when_an_abandoned_request_ends_beside_it(
         assert scheduler.verbs.count("pause") == 2
 
     run(scheduler, main())
+
+
+def test_a_rejected_request_leaves_its_session_to_be_held_again(
+    make: Callable[..., Scheduler], ssd: SsdTier
+) -> None:
+    chat(150).write(ssd)
+    scheduler = make()
+
+    async def rejected() -> AsyncIterator[Any]:
+        yield {"meta_info": {"finish_reason": {"type": "abort", "status_code": 400}}}
+
+    async def failing() -> AsyncIterator[Any]:
+        raise ValueError("too long")
+        yield  # pragma: no cover
+
+    async def main() -> None:
+        outs = [out async for out in scheduler.front.serve(rejected, request_of())]
+        assert outs[0]["meta_info"]["finish_reason"]["type"] == "abort"
+        with pytest.raises(ValueError, match="too long"):
+            await anext(scheduler.front.serve(failing, request_of()))
+        await scheduler.turn(chat(150))
+        await scheduler.turn(chat(150))
+        assert scheduler.verbs.count("hold") == 3
+
+    run(scheduler, main())

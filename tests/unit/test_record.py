@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from typing import Any
 
 import msgpack
@@ -16,6 +17,7 @@ from sgl_krul.session.record import (
     Manifest,
     SessionKey,
     chunk_key,
+    common_tokens,
     decode_manifest,
     encode_manifest,
     manifest_key,
@@ -273,3 +275,19 @@ def test_a_changed_byte_is_corrupt_or_changes_no_count(data: st.DataObject) -> N
     assert record.stored_tokens <= record.tokens
     assert len(record.hashes) == record.tokens // record.page_size
     assert all(is_key(chunk.key) for chunk in record.chunks)
+
+
+@given(
+    st.lists(st.integers(0, 3), max_size=80),
+    st.lists(st.integers(0, 3), max_size=40),
+    st.lists(st.integers(0, 3), max_size=40),
+)
+def test_common_tokens_is_the_length_of_the_common_prefix(
+    trunk: list[int], a: list[int], b: list[int]
+) -> None:
+    first, second = array("q", trunk + a), array("q", trunk + b)
+    expected = next(
+        (i for i, (x, y) in enumerate(zip(first, second, strict=False)) if x != y),
+        min(len(first), len(second)),
+    )
+    assert common_tokens(first, second) == expected

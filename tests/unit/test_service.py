@@ -640,3 +640,13 @@ def test_fifty_sessions_with_a_memory_for_five(ssd: SsdTier) -> None:
         assert bench.pause(service, session)["state"] == "paused"
     finish(bench)
     assert memory.evictions > 100
+
+
+def test_an_aborted_request_that_got_less_far_changes_nothing(bench: Bench) -> None:
+    service = bench.start()
+    session = bench.turn(service, chat(150))
+    bench.pause(service, chat(150))
+    service.observe(session.key or SessionKey("chat"), chat(40).token_ids, None, aborted=True)
+    assert (session.state, session.tokens) == (State.PAUSED, 150)
+    service.observe(session.key or SessionKey("chat"), chat(170).token_ids, None, aborted=True)
+    assert (session.state, session.tokens) == (State.ACTIVE, 170)
