@@ -7,9 +7,12 @@
         InvalidSessionId   400
         UnknownSession     404
         SessionBusy        409
+      BadArchive           400    a file that is no export of a session, or not one for this server
       StoreError
         StoreFull          507
+          QuotaExceeded    507
         StoreUnavailable   503
+        LeaseHeld          409
         Missing            500
         Corrupt            500
 
@@ -21,12 +24,15 @@ from __future__ import annotations
 from typing import ClassVar, Literal
 
 __all__ = [
+    "BadArchive",
     "ConfigError",
     "Corrupt",
     "CorruptReason",
     "InvalidSessionId",
     "KrulError",
+    "LeaseHeld",
     "Missing",
+    "QuotaExceeded",
     "SessionBusy",
     "SessionError",
     "StoreError",
@@ -75,6 +81,12 @@ class SessionBusy(SessionError):
     status: ClassVar[int] = 409
 
 
+class BadArchive(KrulError):
+    """The file is no export of a session, is damaged, or was made under another namespace."""
+
+    status: ClassVar[int] = 400
+
+
 class StoreError(KrulError):
     """A tier could not do what was asked."""
 
@@ -85,10 +97,20 @@ class StoreFull(StoreError):
     status: ClassVar[int] = 507
 
 
+class QuotaExceeded(StoreFull):
+    """The tenant would pass its quota. Nothing was written, and nothing of its older sessions was touched."""
+
+
 class StoreUnavailable(StoreError):
     """The place cannot be read or written now; the message names the path and the errno."""
 
     status: ClassVar[int] = 503
+
+
+class LeaseHeld(StoreError):
+    """Another server is writing this session now; the message names it. Reading is always allowed."""
+
+    status: ClassVar[int] = 409
 
 
 class Missing(StoreError):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
 from typing import NamedTuple, Protocol, TypeAlias
 
 __all__ = [
@@ -16,6 +17,7 @@ __all__ = [
     "Buffer",
     "CheckedTier",
     "Entry",
+    "SharedTier",
     "Tier",
     "TierUsage",
     "byte_view",
@@ -109,6 +111,40 @@ class CheckedTier(Tier, Protocol):
 
     def check(self) -> list[str]:
         """Problems found; empty when sound."""
+        ...
+
+
+class SharedTier(CheckedTier, Protocol):
+    """A tier that other servers write too, and where objects vanish by themselves after a while."""
+
+    @property
+    def available(self) -> bool:
+        """False while the place is known to be out of reach: calls fail at once. Never waits."""
+        ...
+
+    def lease(self, prefix: str) -> AbstractContextManager[None]:
+        """Be the only server that writes below `prefix` (which ends in a slash) while the `with` lasts.
+
+        A put below it whose lease was lost meanwhile (the process was stopped for longer than the lease)
+        raises LeaseHeld or StoreUnavailable and changes nothing. Puts without a lease fail while another
+        server has it. Reading is always allowed.
+
+        Raises:
+            LeaseHeld: another server has it; the message names that one.
+            StoreUnavailable
+        """
+        ...
+
+    def touch(self, keys: Sequence[str]) -> None:
+        """Start the life time of these objects anew. Best effort: raises nothing but ValueError."""
+        ...
+
+    def refresh(self) -> None:
+        """Count anew what is there, for `usage`. Waits for I/O.
+
+        Raises:
+            StoreUnavailable
+        """
         ...
 
 
