@@ -21,11 +21,13 @@ __all__ = [
     "duration_leaf",
     "format_duration",
     "format_size",
+    "fraction_leaf",
     "home",
     "parse_duration",
     "parse_size",
     "path_leaf",
     "size_leaf",
+    "text_leaf",
 ]
 
 _N = TypeVar("_N", int, float)
@@ -127,6 +129,7 @@ class Leaf(NamedTuple):
 
     read: Callable[[object, Mapping[str, str]], object]
     expected: str
+    secret: bool = False  # never shown in a message
 
 
 def size_leaf(*, at_least: int) -> dict[str, Leaf]:
@@ -171,9 +174,42 @@ def choice_leaf(*names: str) -> dict[str, Leaf]:
     return {"leaf": Leaf(read, f"one of {', '.join(names)}")}
 
 
-def path_leaf() -> dict[str, Leaf]:
-    """An absolute path, filled in from the environment that the reader is given."""
-    return {"leaf": Leaf(_read_path, "an absolute path; a leading ~ and $VARIABLES are filled in")}
+def path_leaf(*, optional: bool = False) -> dict[str, Leaf]:
+    """An absolute path, filled in from the environment that the reader is given; null too if `optional`."""
+
+    def read(value: object, environ: Mapping[str, str]) -> Path | None:
+        return None if optional and value is None else _read_path(value, environ)
+
+    return {"leaf": Leaf(read, "an absolute path; a leading ~ and $VARIABLES are filled in")}
+
+
+def text_leaf(
+    expected: str, *, optional: bool = False, empty: bool = False, secret: bool = False
+) -> dict[str, Leaf]:
+    """A text in which $VARIABLES are filled in; null too if `optional`, '' only if `empty`."""
+
+    def read(value: object, environ: Mapping[str, str]) -> str | None:
+        if optional and value is None:
+            return None
+        if not isinstance(value, str):
+            raise ValueError("not a text")
+        text = _filled_in(value, environ)
+        if not text and not empty:
+            raise ValueError("empty")
+        return text
+
+    return {"leaf": Leaf(read, f"{expected}; $VARIABLES are filled in", secret)}
+
+
+def fraction_leaf() -> dict[str, Leaf]:
+    """A number above 0, at most 1."""
+
+    def read(value: object, environ: Mapping[str, str]) -> float:
+        if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
+            raise ValueError("not such a number")
+        return _within(float(value), 0.0, 1.0)
+
+    return {"leaf": Leaf(read, "a number above 0, at most 1")}
 
 
 def _within(value: _N, at_least: _N, at_most: _N) -> _N:
@@ -185,10 +221,7 @@ def _within(value: _N, at_least: _N, at_most: _N) -> _N:
 def _read_path(value: object, environ: Mapping[str, str]) -> Path:
     if not isinstance(value, str) or "\0" in value:
         raise ValueError("not a path")
-    try:
-        text = Template(value).substitute(environ)
-    except KeyError as error:
-        raise ValueError(f"the environment variable {error.args[0]} is not set") from error
+    text = _filled_in(value, environ)
     if text == "~" or text.startswith("~/"):
         text = str(home(environ)) + text[1:]
     path = Path(text)
@@ -196,6 +229,13 @@ def _read_path(value: object, environ: Mapping[str, str]) -> Path:
     if not path.is_absolute():
         raise ValueError("not absolute")
     return path
+
+
+def _filled_in(value: str, environ: Mapping[str, str]) -> str:
+    try:
+        return Template(value).substitute(environ)
+    except KeyError as error:
+        raise ValueError(f"the environment variable {error.args[0]} is not set") from error
 
 
 def home(environ: Mapping[str, str]) -> Path:

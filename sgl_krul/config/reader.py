@@ -1,5 +1,4 @@
-"""The configuration: read once from YAML, every key checked, then frozen. The only place that reads the
-environment.
+"""The configuration file: read once from YAML, every key checked.
 
 Keys carry their unit (`_bytes`, `_s`); values may be numbers or texts such as `8GiB` and `1h30m`.
 """
@@ -11,145 +10,43 @@ import json
 import os
 import reprlib
 from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import Field, dataclass, field, fields
+from dataclasses import MISSING, Field, fields
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 import yaml
 
-from sgl_krul.errors import ConfigError
-from sgl_krul.values import (
-    Leaf,
-    choice_leaf,
-    count_leaf,
-    duration_leaf,
-    format_duration,
-    format_size,
-    home,
-    path_leaf,
-    size_leaf,
+from sgl_krul.config.tree import (
+    ChunkConfig,
+    Config,
+    MemoryConfig,
+    PauseConfig,
+    PlacementConfig,
+    RedisConfig,
+    RestoreConfig,
+    SessionConfig,
+    SsdConfig,
+    TenantRuleConfig,
+    TenantsConfig,
+    default_ssd_path,
 )
+from sgl_krul.errors import ConfigError
+from sgl_krul.values import Leaf, home
 
-__all__ = [
-    "ChunkConfig",
-    "ClientSettings",
-    "Config",
-    "FsyncPolicy",
-    "MemoryConfig",
-    "PauseConfig",
-    "RestoreConfig",
-    "SessionConfig",
-    "SsdConfig",
-    "cache_home",
-    "client_settings",
-    "format_duration",
-    "format_size",
-    "load_config",
-    "parse_config",
-    "resolve_config",
-    "to_mapping",
-]
+__all__ = ["load_config", "parse_config", "resolve_config", "to_mapping"]
 
-FsyncPolicy = Literal["always", "commit", "never"]
 _S = TypeVar("_S")
 _LINKER_FLAG = "--unified-cache-external-linker-config"
-_MAX_CHUNK_TOKENS = 1 << 20  # what a chunk header can say
 
-
-def cache_home(environ: Mapping[str, str]) -> Path:
-    """Where sgl-krul keeps files that may be lost: $XDG_CACHE_HOME/sgl-krul, else ~/.cache/sgl-krul."""
-    base = Path(environ.get("XDG_CACHE_HOME", ""))
-    # The XDG specification says that a relative value is to be ignored.
-    return (base if base.is_absolute() else home(environ) / ".cache") / "sgl-krul"
-
-
-@dataclass(frozen=True)
-class ClientSettings:
-    """Which server the `krul` command talks to. `api_key` None: it asks for none."""
-
-    url: str
-    api_key: str | None
-
-
-def client_settings(
-    environ: Mapping[str, str], url: str | None = None, api_key: str | None = None
-) -> ClientSettings:
-    """What was given, else $KRUL_URL and $KRUL_API_KEY, else where `krul serve` listens by default."""
-    return ClientSettings(
-        url=url or environ.get("KRUL_URL") or "http://127.0.0.1:30000",
-        api_key=api_key or environ.get("KRUL_API_KEY") or None,
-    )
-
-
-def _default_ssd_path(environ: Mapping[str, str]) -> Path:
-    return cache_home(environ) / "sessions"
-
-
-@dataclass(frozen=True)
-class MemoryConfig:
-    """The memory tier."""
-
-    capacity_bytes: int = field(default=4 << 30, metadata=size_leaf(at_least=1))
-    prefault_bytes: int = field(default=1 << 30, metadata=size_leaf(at_least=0))
-
-
-@dataclass(frozen=True)
-class SsdConfig:
-    """The SSD tier. `path` is made when it is not there."""
-
-    path: Path = field(default_factory=lambda: _default_ssd_path(os.environ), metadata=path_leaf())
-    capacity_bytes: int = field(default=64 << 30, metadata=size_leaf(at_least=1))
-    free_space_floor_bytes: int = field(default=2 << 30, metadata=size_leaf(at_least=0))
-    fsync: FsyncPolicy = field(default="commit", metadata=choice_leaf("always", "commit", "never"))
-
-
-@dataclass(frozen=True)
-class ChunkConfig:
-    """How many tokens are stored together."""
-
-    tokens: int = field(default=256, metadata=count_leaf(step=16, at_most=_MAX_CHUNK_TOKENS))
-
-
-@dataclass(frozen=True)
-class SessionConfig:
-    """`idle_pause_s`: a chat idle for so long is paused; 0 is off."""
-
-    idle_pause_s: float = field(default=0.0, metadata=duration_leaf(at_least_s=0))
-    hold_deadline_s: float = field(default=30.0, metadata=duration_leaf(at_least_s=0.001))
-    busy_timeout_s: float = field(default=30.0, metadata=duration_leaf(at_least_s=0))
-    stale_ttl_s: float = field(default=30 * 86400.0, metadata=duration_leaf(at_least_s=1))
-
-
-@dataclass(frozen=True)
-class RestoreConfig:
-    """`max_layer_wait_s`: how long a forward may wait for one layer."""
-
-    workers: int = field(default=2, metadata=count_leaf(at_most=64))
-    max_layer_wait_s: float = field(default=0.02, metadata=duration_leaf(at_least_s=0, at_most_s=1))
-
-
-@dataclass(frozen=True)
-class PauseConfig:
-    """Threads that write paused sessions."""
-
-    workers: int = field(default=1, metadata=count_leaf(at_most=64))
-
-
-@dataclass(frozen=True)
-class Config:
-    """The whole configuration. `ssd` is None where sessions stay in memory only."""
-
-    memory: MemoryConfig = field(default_factory=MemoryConfig)
-    ssd: SsdConfig | None = field(default_factory=SsdConfig)
-    chunk: ChunkConfig = field(default_factory=ChunkConfig)
-    session: SessionConfig = field(default_factory=SessionConfig)
-    restore: RestoreConfig = field(default_factory=RestoreConfig)
-    pause: PauseConfig = field(default_factory=PauseConfig)
-
+# Sections that may be null; True: left out they have their defaults, False: left out they are null.
+_OPTIONAL = {"ssd": True, "redis": False}
 
 _SECTIONS: dict[str, type[Any]] = {
     "memory": MemoryConfig,
     "ssd": SsdConfig,
+    "redis": RedisConfig,
+    "placement": PlacementConfig,
+    "tenants": TenantsConfig,
     "chunk": ChunkConfig,
     "session": SessionConfig,
     "restore": RestoreConfig,
@@ -170,20 +67,39 @@ def parse_config(
     _check_keys(mapping, tuple(_SECTIONS), source, elsewhere=_DOTTED)
     sections: dict[str, Any] = {}
     for name, section in _SECTIONS.items():
-        given = mapping.get(name, {})
+        given = mapping.get(name, {} if _OPTIONAL.get(name, True) else None)
         if given is None:
-            if name == "ssd":
+            if name in _OPTIONAL:
                 sections[name] = None
                 continue
             given = {}  # a section whose keys are all commented out
         if not isinstance(given, Mapping):
-            off = ", or null to keep sessions in memory only" if name == "ssd" else ""
+            off = f", or null to do without {name}" if name in _OPTIONAL else ""
             raise ConfigError(
                 f"{source}: {name}: {_shown(given)} cannot be used: expected a section with keys such as "
                 f"{fields(section)[0].name}{off}. Leave {name} out for the defaults."
             )
         sections[name] = _parse_section(section, given, source, name, environ)
-    return Config(**sections)
+    config = Config(**sections)
+    _check_together(config, source)
+    return config
+
+
+def _check_together(config: Config, source: str) -> None:
+    """What no key can be wrong about alone."""
+    wanted = {"both": ("ssd", "redis")}.get(config.placement.replicate, (config.placement.replicate,))
+    lacking = [name for name in wanted if getattr(config, name) is None]
+    if lacking and (config.placement.replicate != "ssd" or config.redis is not None):
+        raise ConfigError(
+            f"{source}: placement.replicate: {config.placement.replicate!r} cannot be used without the "
+            f"section {lacking[0]}: add it, or choose another of ssd, redis, both."
+        )
+    low, high = config.placement.low_watermark, config.placement.high_watermark
+    if low > high:
+        raise ConfigError(
+            f"{source}: placement.low_watermark: {low:g} cannot be used: expected at most "
+            f"placement.high_watermark, which is {high:g}."
+        )
 
 
 def load_config(path: Path, environ: Mapping[str, str] | None = None) -> Config:
@@ -237,8 +153,12 @@ def to_mapping(config: Config) -> dict[str, object]:
 
 
 def _plain(value: object) -> object:
-    # A dollar sign in a path would be read as a variable.
-    return str(value).replace("$", "$$") if isinstance(value, Path) else value
+    if isinstance(value, tuple):
+        return [_plain(item) for item in value]
+    if isinstance(value, TenantRuleConfig):
+        return {key.name: getattr(value, key.name) for key in fields(value)}
+    # A dollar sign in a text or path would be read as a variable.
+    return str(value).replace("$", "$$") if isinstance(value, str | Path) else value
 
 
 def _config_file(linker_config_json: str | None, environ: Mapping[str, str]) -> Path | None:
@@ -280,7 +200,12 @@ def _parse_section(
             dotted = f"{source}: {name}.{key.name}"
             values[key.name] = _read_leaf(key.metadata["leaf"], given[key.name], dotted, environ)
         elif section is SsdConfig and key.name == "path":
-            values[key.name] = _default_ssd_path(environ)
+            values[key.name] = default_ssd_path(environ)
+        elif key.default is MISSING and key.default_factory is MISSING:
+            raise ConfigError(
+                f"{source}: {name}.{key.name}: missing: expected {key.metadata['leaf'].expected}. "
+                f"Add it, or leave the section {name} out."
+            )
     return section(**values)
 
 
@@ -288,8 +213,9 @@ def _read_leaf(leaf: Leaf, value: object, dotted: str, environ: Mapping[str, str
     try:
         return leaf.read(value, environ)
     except ValueError as error:
+        shown = "the value" if leaf.secret else _shown(value)
         raise ConfigError(
-            f"{dotted}: {_shown(value)} cannot be used ({error}): expected {leaf.expected}. "
+            f"{dotted}: {shown} cannot be used ({error}): expected {leaf.expected}. "
             "Correct it, or leave the key out for the default."
         ) from error
 

@@ -1,0 +1,50 @@
+"""The configuration: its tree, the file it is read from, and what the environment says.
+
+The only place that reads the environment.
+"""
+
+from __future__ import annotations
+
+from sgl_krul.config.client import ClientSettings, cache_home, client_settings
+from sgl_krul.config.reader import load_config, parse_config, resolve_config, to_mapping
+from sgl_krul.config.tree import (
+    ChunkConfig,
+    Config,
+    FsyncPolicy,
+    MemoryConfig,
+    PauseConfig,
+    PlacementConfig,
+    RedisConfig,
+    Replicate,
+    RestoreConfig,
+    SessionConfig,
+    SsdConfig,
+    TenantRuleConfig,
+    TenantsConfig,
+)
+from sgl_krul.values import format_duration, format_size
+
+__all__ = [
+    "ChunkConfig",
+    "ClientSettings",
+    "Config",
+    "FsyncPolicy",
+    "MemoryConfig",
+    "PauseConfig",
+    "PlacementConfig",
+    "RedisConfig",
+    "Replicate",
+    "RestoreConfig",
+    "SessionConfig",
+    "SsdConfig",
+    "TenantRuleConfig",
+    "TenantsConfig",
+    "cache_home",
+    "client_settings",
+    "format_duration",
+    "format_size",
+    "load_config",
+    "parse_config",
+    "resolve_config",
+    "to_mapping",
+]

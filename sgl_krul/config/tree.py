@@ -1,0 +1,192 @@
+"""The tree of the configuration: frozen; each key with its default and how it is read."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+from sgl_krul.config.client import cache_home
+from sgl_krul.values import (
+    Leaf,
+    choice_leaf,
+    count_leaf,
+    duration_leaf,
+    fraction_leaf,
+    parse_size,
+    path_leaf,
+    size_leaf,
+    text_leaf,
+)
+
+__all__ = [
+    "ChunkConfig",
+    "Config",
+    "FsyncPolicy",
+    "MemoryConfig",
+    "PauseConfig",
+    "PlacementConfig",
+    "RedisConfig",
+    "Replicate",
+    "RestoreConfig",
+    "SessionConfig",
+    "SsdConfig",
+    "TenantRuleConfig",
+    "TenantsConfig",
+    "default_ssd_path",
+]
+
+FsyncPolicy = Literal["always", "commit", "never"]
+Replicate = Literal["ssd", "redis", "both"]
+_MAX_CHUNK_TOKENS = 1 << 20  # what a chunk header can say
+
+
+def default_ssd_path(environ: Mapping[str, str]) -> Path:
+    return cache_home(environ) / "sessions"
+
+
+@dataclass(frozen=True)
+class MemoryConfig:
+    """The memory tier."""
+
+    capacity_bytes: int = field(default=4 << 30, metadata=size_leaf(at_least=1))
+    prefault_bytes: int = field(default=1 << 30, metadata=size_leaf(at_least=0))
+
+
+@dataclass(frozen=True)
+class SsdConfig:
+    """The SSD tier. `path` is made when it is not there."""
+
+    path: Path = field(default_factory=lambda: default_ssd_path(os.environ), metadata=path_leaf())
+    capacity_bytes: int = field(default=64 << 30, metadata=size_leaf(at_least=1))
+    free_space_floor_bytes: int = field(default=2 << 30, metadata=size_leaf(at_least=0))
+    fsync: FsyncPolicy = field(default="commit", metadata=choice_leaf("always", "commit", "never"))
+    daily_write_bytes: int = field(default=0, metadata=size_leaf(at_least=0))
+
+
+@dataclass(frozen=True)
+class RedisConfig:
+    """The Redis tier. `url` has no default; `ttl_s`: what nobody used for so long vanishes by itself."""
+
+    url: str = field(
+        repr=False,  # may hold a password
+        metadata=text_leaf(
+            "a URL such as redis://127.0.0.1:6379/0 or redis+cluster://host1:6379,host2:6379", secret=True
+        ),
+    )
+    username: str | None = field(default=None, metadata=text_leaf("a user name, or null", optional=True))
+    password: str | None = field(
+        default=None, repr=False, metadata=text_leaf("a password, or null", optional=True, secret=True)
+    )
+    tls_ca_file: Path | None = field(default=None, metadata=path_leaf(optional=True))
+    key_prefix: str = field(default="krul", metadata=text_leaf("a word before every key"))
+    capacity_bytes: int = field(default=64 << 30, metadata=size_leaf(at_least=1))
+    ttl_s: float = field(default=7 * 86400.0, metadata=duration_leaf(at_least_s=60))
+    timeout_s: float = field(default=2.0, metadata=duration_leaf(at_least_s=0.01, at_most_s=60))
+    connect_timeout_s: float = field(default=1.0, metadata=duration_leaf(at_least_s=0.01, at_most_s=60))
+    connections: int = field(default=8, metadata=count_leaf(at_most=256))
+    max_in_flight_bytes: int = field(default=256 << 20, metadata=size_leaf(at_least=1 << 20))
+    lease_s: float = field(default=30.0, metadata=duration_leaf(at_least_s=1, at_most_s=3600))
+
+
+@dataclass(frozen=True)
+class PlacementConfig:
+    """Where paused sessions lie, and when they move on to a slower tier."""
+
+    replicate: Replicate = field(default="ssd", metadata=choice_leaf("ssd", "redis", "both"))
+    memory_max_bytes: int = field(default=0, metadata=size_leaf(at_least=0))
+    memory_age_s: float = field(default=600.0, metadata=duration_leaf(at_least_s=0))
+    demote_after_s: float = field(default=0.0, metadata=duration_leaf(at_least_s=0))
+    high_watermark: float = field(default=0.9, metadata=fraction_leaf())
+    low_watermark: float = field(default=0.8, metadata=fraction_leaf())
+    interval_s: float = field(default=30.0, metadata=duration_leaf(at_least_s=0.1))
+
+
+@dataclass(frozen=True)
+class TenantRuleConfig:
+    """Sessions whose id begins with `prefix` belong to `tenant`; the longest prefix that fits counts."""
+
+    prefix: str
+    tenant: str
+    quota_bytes: int = 0
+
+
+def _read_rules(value: object, environ: Mapping[str, str]) -> tuple[TenantRuleConfig, ...]:
+    if not isinstance(value, list):
+        raise ValueError("not a list")
+    rules = []
+    for number, rule in enumerate(value, start=1):
+        if not isinstance(rule, dict) or not rule.keys() <= {"prefix", "tenant", "quota_bytes"}:
+            raise ValueError(f"rule {number} has other keys")
+        prefix, tenant = rule.get("prefix"), rule.get("tenant", rule.get("prefix"))
+        if not isinstance(prefix, str) or not prefix or not isinstance(tenant, str):
+            raise ValueError(f"rule {number} has no prefix")
+        quota = parse_size(rule.get("quota_bytes", 0))
+        if quota < 0:
+            raise ValueError(f"rule {number} has a quota below 0")
+        rules.append(TenantRuleConfig(prefix, tenant, quota))
+    return tuple(rules)
+
+
+_RULES = Leaf(_read_rules, "a list of rules such as {prefix: team-a-, tenant: team-a, quota_bytes: 50GiB}")
+
+
+@dataclass(frozen=True)
+class TenantsConfig:
+    """Whose sessions are whose, and how much each may store. `quota_bytes` 0: no bound."""
+
+    separator: str = field(default="/", metadata=text_leaf("a text, or '' for no tenants", empty=True))
+    quota_bytes: int = field(default=0, metadata=size_leaf(at_least=0))
+    rules: tuple[TenantRuleConfig, ...] = field(default=(), metadata={"leaf": _RULES})
+
+
+@dataclass(frozen=True)
+class ChunkConfig:
+    """How many tokens are stored together."""
+
+    tokens: int = field(default=256, metadata=count_leaf(step=16, at_most=_MAX_CHUNK_TOKENS))
+
+
+@dataclass(frozen=True)
+class SessionConfig:
+    """`idle_pause_s`: a chat idle for so long is paused; `ttl_s`: a paused one unused for so long is deleted;
+    0 is off for both.
+    """
+
+    idle_pause_s: float = field(default=0.0, metadata=duration_leaf(at_least_s=0))
+    hold_deadline_s: float = field(default=30.0, metadata=duration_leaf(at_least_s=0.001))
+    busy_timeout_s: float = field(default=30.0, metadata=duration_leaf(at_least_s=0))
+    stale_ttl_s: float = field(default=30 * 86400.0, metadata=duration_leaf(at_least_s=1))
+    ttl_s: float = field(default=0.0, metadata=duration_leaf(at_least_s=0))
+
+
+@dataclass(frozen=True)
+class RestoreConfig:
+    """`max_layer_wait_s`: how long a forward may wait for one layer."""
+
+    workers: int = field(default=2, metadata=count_leaf(at_most=64))
+    max_layer_wait_s: float = field(default=0.02, metadata=duration_leaf(at_least_s=0, at_most_s=1))
+
+
+@dataclass(frozen=True)
+class PauseConfig:
+    """Threads that write paused sessions."""
+
+    workers: int = field(default=1, metadata=count_leaf(at_most=64))
+
+
+@dataclass(frozen=True)
+class Config:
+    """The whole configuration. `ssd` and `redis` are None where there is no such tier."""
+
+    memory: MemoryConfig = field(default_factory=MemoryConfig)
+    ssd: SsdConfig | None = field(default_factory=SsdConfig)
+    redis: RedisConfig | None = None
+    placement: PlacementConfig = field(default_factory=PlacementConfig)
+    tenants: TenantsConfig = field(default_factory=TenantsConfig)
+    chunk: ChunkConfig = field(default_factory=ChunkConfig)
+    session: SessionConfig = field(default_factory=SessionConfig)
+    restore: RestoreConfig = field(default_factory=RestoreConfig)
+    pause: PauseConfig = field(default_factory=PauseConfig)
