@@ -26,6 +26,7 @@ __all__ = [
     "parse_duration",
     "parse_size",
     "path_leaf",
+    "read_size",
     "size_leaf",
     "text_leaf",
 ]
@@ -64,7 +65,7 @@ def parse_size(value: object) -> int:
         if unit is None and exact != int(exact):
             raise ValueError("part of a byte")
         return int(exact)
-    if not math.isfinite(value) or value != int(value):
+    if isinstance(value, float) and (not math.isfinite(value) or value != int(value)):
         raise ValueError("part of a byte")
     return int(value)
 
@@ -81,9 +82,18 @@ def parse_duration(value: object) -> float:
             raise ValueError("not a duration")
         parts = zip(match.groups(), _SECONDS.values(), strict=True)
         return float(sum(Decimal(number) * seconds for number, seconds in parts if number is not None))
-    if not math.isfinite(value):
+    try:
+        seconds = float(value)
+    except OverflowError:
+        raise ValueError("out of range") from None
+    if not math.isfinite(seconds):
         raise ValueError("not a finite number")
-    return float(value)
+    return seconds
+
+
+def read_size(value: object, *, at_least: int) -> int:
+    """Like parse_size, and ValueError below `at_least` or above 2**63 - 1."""
+    return _within(parse_size(value), at_least, _MAX_BYTES)
 
 
 def format_size(size_bytes: int) -> str:
@@ -136,7 +146,7 @@ def size_leaf(*, at_least: int) -> dict[str, Leaf]:
     """Bytes, as an int."""
 
     def read(value: object, environ: Mapping[str, str]) -> int:
-        return _within(parse_size(value), at_least, _MAX_BYTES)
+        return read_size(value, at_least=at_least)
 
     return {"leaf": Leaf(read, f"a size of at least {format_size(at_least)}, such as 512MiB, 8GiB or 10_000")}
 
@@ -193,7 +203,7 @@ def text_leaf(
             return None
         if not isinstance(value, str):
             raise ValueError("not a text")
-        text = _filled_in(value, environ)
+        text = _filled_in(value, environ, secret)
         if not text and not empty:
             raise ValueError("empty")
         return text
@@ -205,9 +215,11 @@ def fraction_leaf() -> dict[str, Leaf]:
     """A number above 0, at most 1."""
 
     def read(value: object, environ: Mapping[str, str]) -> float:
-        if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
+        if isinstance(value, bool) or not isinstance(value, int | float):
             raise ValueError("not such a number")
-        return _within(float(value), 0.0, 1.0)
+        if not 0 < value <= 1:
+            raise ValueError("out of range")
+        return float(value)
 
     return {"leaf": Leaf(read, "a number above 0, at most 1")}
 
@@ -231,10 +243,13 @@ def _read_path(value: object, environ: Mapping[str, str]) -> Path:
     return path
 
 
-def _filled_in(value: str, environ: Mapping[str, str]) -> str:
+def _filled_in(value: str, environ: Mapping[str, str], secret: bool = False) -> str:
     try:
         return Template(value).substitute(environ)
     except KeyError as error:
+        if secret:
+            # In a password with a dollar sign, what looks like a variable is a part of the password.
+            raise ValueError("a $VARIABLE in it is not set; a dollar sign itself is written $$") from None
         raise ValueError(f"the environment variable {error.args[0]} is not set") from error
 
 

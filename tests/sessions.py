@@ -11,14 +11,16 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from sgl_krul.config import ChunkConfig, Config, MemoryConfig, SessionConfig
+from sgl_krul.config import ChunkConfig, Config, MemoryConfig, Replicate, SessionConfig
 from sgl_krul.layout import KvLayout, namespace
 from sgl_krul.pause.pipeline import PauseReport, Snapshot, write_session
 from sgl_krul.service import SessionService
 from sgl_krul.session.record import SessionKey, page_key
 from sgl_krul.store.memory import MemoryTier
+from sgl_krul.store.placement import Policy
 from sgl_krul.store.ssd import SsdTier
-from sgl_krul.store.tier import Buffer, CheckedTier, Entry, Tier, TierUsage
+from sgl_krul.store.tier import Buffer, CheckedTier, Entry, SharedTier, Tier, TierUsage
+from sgl_krul.store.tiered import TieredStore
 
 LAYOUT = KvLayout(
     layers=3, kv_heads=2, head_dim=8, v_head_dim=8, dtype="float32", page_size=16, rope="for tests"
@@ -220,6 +222,36 @@ class FaultyTier:
     def check(self) -> list[str]:
         """Problems of the tier below."""
         return self._tier.check()
+
+
+def hash_pages(key: SessionKey, token_ids: Sequence[int]) -> tuple[str, ...]:
+    """What the engine gives a service: the names of all full pages."""
+    return page_hashes(token_ids, key.cache_salt or "")
+
+
+def policy(replicate: Replicate = "ssd", **values: float) -> Policy:
+    """Nothing moves by itself."""
+    return Policy(
+        **{"replicate": replicate, "demote_after_s": 0, "high_watermark": 1, "low_watermark": 1, "ttl_s": 0}
+        | values
+    )
+
+
+def make_service(
+    memory: MemoryTier,
+    tier: CheckedTier | None,
+    *,
+    shared: SharedTier | None = None,
+    config: Config | None = None,
+    namespace: str = NAMESPACE,
+    rules: Policy | None = None,
+    clock: Callable[[], float] = time.monotonic,
+    now: Callable[[], float] = time.time,
+) -> SessionService:
+    """A service over the test's own tiers."""
+    store = TieredStore(tier, shared, policy=rules or policy())
+    config = config or make_config()
+    return SessionService(config, LAYOUT, namespace, memory, store, hash_pages, clock=clock, now=now)
 
 
 def make_config(hold_deadline_s: float = 30.0) -> Config:

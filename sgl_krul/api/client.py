@@ -14,15 +14,9 @@ from urllib.parse import quote
 import httpx
 from pydantic import BaseModel, ValidationError
 
+from sgl_krul import errors
 from sgl_krul.api.schemas import DeleteResult, Overview, PauseResult, ResumeResult, SessionInfo
-from sgl_krul.errors import (
-    InvalidSessionId,
-    KrulError,
-    SessionBusy,
-    StoreFull,
-    StoreUnavailable,
-    UnknownSession,
-)
+from sgl_krul.errors import Corrupt, KrulError, SessionBusy, StoreFull
 from sgl_krul.session.record import validate_session_id
 
 __all__ = ["KrulClient"]
@@ -31,10 +25,12 @@ _M = TypeVar("_M", bound=BaseModel)
 
 _ROUTE = "/v1/sessions"
 _EXAMPLE = "http://127.0.0.1:30000"
-_ERRORS: dict[int, type[KrulError]] = {
-    error.status: error
-    for error in (InvalidSessionId, UnknownSession, SessionBusy, StoreFull, StoreUnavailable)
+_KINDS = {name: vars(errors)[name] for name in errors.__all__}
+_ERRORS: dict[str, type[KrulError]] = {
+    name: kind for name, kind in _KINDS.items() if isinstance(kind, type) and issubclass(kind, KrulError)
 }
+# A class that only a newer server knows. Other statuses are SGLang's and proxies' as well: they tell too little.
+_BY_STATUS: dict[int, type[KrulError]] = {error.status: error for error in (SessionBusy, StoreFull)}
 # A pause writes gigabytes: the server's own timeouts are the ones that matter.
 _DEFAULT_TIMEOUT_S = 600.0
 _CONNECT_TIMEOUT_S = 5.0
@@ -150,19 +146,19 @@ class KrulClient:
 
     def _raise(self, response: httpx.Response, path: str) -> NoReturn:
         status = response.status_code
-        kind, message = _error_of(response)
-        if kind is not None:
-            raise _ERRORS.get(status, KrulError)(message)
+        name, message = _error_of(response)
+        if name in _ERRORS:
+            raise _rebuilt(_ERRORS[name], message)
         if status in (401, 403):
             raise KrulError(
                 f"{self.base_url} refuses the API key (HTTP {status}): give the one the server was started "
                 "with, by --api-key or $KRUL_API_KEY"
             )
-        if status == 400:
-            raise InvalidSessionId(f"{self.base_url} refuses {path} (HTTP 400): {message}")
         if status in (404, 405) or 300 <= status < 400:
             raise self._no_krul(path, f"HTTP {status}")
-        raise KrulError(f"{self.base_url} answered {path} with HTTP {status}: {message}")
+        raise _BY_STATUS.get(status, KrulError)(
+            f"{self.base_url} answered {path} with HTTP {status}: {message}"
+        )
 
     def _no_krul(self, path: str, what: str) -> KrulError:
         return KrulError(
@@ -199,22 +195,22 @@ def _given(cache_salt: str | None, extra_key: str | None, timeout_s: float | Non
     return {name: value for name, value in given.items() if value is not None}
 
 
-def _error_of(response: httpx.Response) -> tuple[str | None, str]:
-    """Our error class's name and message; (None, text) for an answer that is not ours.
+def _error_of(response: httpx.Response) -> tuple[str, str]:
+    """The name of the error class and the message; ("", text) for an answer of another form.
 
-    SGLang's own errors look alike, but their type is no class of ours.
+    SGLang's own errors have that form, too: their names are none of ours.
     """
     text = response.text.strip()[:500]
     try:
         error = response.json()["error"]
-        kind, message = error["type"], error["message"]
+        name, message = error["type"], error["message"]
     except (ValueError, KeyError, TypeError):
-        return None, text
-    if not isinstance(kind, str) or not isinstance(message, str):
-        return None, text
-    known = {cls.__name__ for cls in _subclasses(KrulError)}
-    return (kind if kind in known else None), message
+        return "", text
+    return (name, message) if isinstance(name, str) and isinstance(message, str) else ("", text)
 
 
-def _subclasses(cls: type[KrulError]) -> list[type[KrulError]]:
-    return [cls, *(found for sub in cls.__subclasses__() for found in _subclasses(sub))]
+def _rebuilt(kind: type[KrulError], message: str) -> KrulError:
+    """The server's error, here."""
+    if issubclass(kind, Corrupt):
+        return kind(*message.split(": ", 1))  # "reason: detail" is how it prints
+    return kind(message)

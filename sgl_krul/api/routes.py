@@ -5,13 +5,18 @@ from __future__ import annotations
 from collections.abc import Awaitable
 from typing import Any
 
-from fastapi import APIRouter
-from fastapi.responses import JSONResponse
+from fastapi import APIRouter, Request
+from fastapi.responses import FileResponse, JSONResponse
 from pydantic import BaseModel
+from starlette.background import BackgroundTask
 
+from sgl_krul.api.archives import make_workplace, remove_workplace, save_body
 from sgl_krul.api.schemas import (
     DeleteResult,
     ErrorBody,
+    ExportRequest,
+    MoveRequest,
+    MoveResult,
     Overview,
     PauseRequest,
     PauseResult,
@@ -48,6 +53,39 @@ def make_router(front: FrontEnd) -> APIRouter:
         """Bring the session to memory. Not needed before the next request, which does it by itself."""
         body = body or ResumeRequest()
         return await _verb(session_id, body, lambda key: front.resume(key, body.timeout_s), ResumeResult)
+
+    @router.post("/{session_id:path}/move", response_model=MoveResult, responses=_ERRORS)
+    async def move(session_id: str, body: MoveRequest) -> Any:
+        """Put a paused session into one tier, and nowhere else."""
+        return await _verb(session_id, body, lambda key: front.move(key, body.to, body.timeout_s), MoveResult)
+
+    @router.post("/{session_id:path}/export", response_class=FileResponse, responses=_ERRORS)
+    async def export(session_id: str, body: ExportRequest | None = None) -> Any:
+        """A paused session as one file, checksummed. Import it where the same model is served."""
+        body = body or ExportRequest()
+        place = make_workplace()
+        path = place / "session.krul"
+        answer = await _verb(
+            session_id, body, lambda key: front.export(key, path, body.timeout_s), SessionInfo
+        )
+        if isinstance(answer, JSONResponse):
+            remove_workplace(place)
+            return answer
+        cleanup = BackgroundTask(remove_workplace, place)
+        return FileResponse(path, media_type="application/octet-stream", background=cleanup)
+
+    @router.post("/import", response_model=SessionInfo, responses=_ERRORS)
+    async def take_in(request: Request) -> Any:
+        """Store the session of an exported file, which is the body. It is a paused session then."""
+        place = make_workplace()
+        path = place / "session.krul"
+        try:
+            await save_body(request.stream(), path)
+            return await _answer(front.take_in(path), SessionInfo)
+        except OSError as error:
+            return _error(507, "StoreFull", f"the upload could not be kept in {place}: {error.strerror}")
+        finally:
+            remove_workplace(place)
 
     @router.get("/{session_id:path}", response_model=SessionInfo, responses=_ERRORS)
     async def show(session_id: str, cache_salt: str | None = None, extra_key: str | None = None) -> Any:

@@ -10,6 +10,9 @@ __all__ = [
     "DeleteResult",
     "ErrorBody",
     "ErrorDetail",
+    "ExportRequest",
+    "MoveRequest",
+    "MoveResult",
     "Overview",
     "PauseRequest",
     "PauseResult",
@@ -56,7 +59,11 @@ class SessionInfo(BaseModel):
     )
     bytes_raw: int = Field(description="Bytes of that KV as it lies on the device.")
     bytes_stored: int = Field(description="Bytes it takes in the tier.")
-    tier: str = Field(description='"device" while active, else where the session rests: "memory" or "ssd".')
+    tier: str = Field(description='"device" while active, else the fastest place that has it: see `tiers`.')
+    tiers: list[str] = Field(
+        default_factory=list,
+        description='Where a paused session rests: "memory", "ssd", "redis", fastest first.',
+    )
     exact: bool
     corrupt_chunks: int = Field(description="Stored chunks found damaged since the server started.")
     last_used: float = Field(description="Unix seconds.")
@@ -69,6 +76,25 @@ class PauseResult(SessionInfo):
     device_tokens_freed: int = 0
     chunks_written: int = 0
     chunks_kept: int = 0
+    not_written: dict[str, str] = Field(
+        default_factory=dict, description="Tiers that should have a copy and could not take it, and why."
+    )
+    elapsed_ms: float = 0.0
+
+
+class ExportRequest(_Request):
+    """Body of POST /v1/sessions/{id}/export; may be left out."""
+
+
+class MoveRequest(_Request):
+    """Body of POST /v1/sessions/{id}/move."""
+
+    to: str = Field(description='The tier that is to have the session, alone: "ssd" or "redis".')
+
+
+class MoveResult(SessionInfo):
+    """What a move did."""
+
     elapsed_ms: float = 0.0
 
 

@@ -94,19 +94,22 @@ def doctor(
 @app.command()
 def chat(
     session_id: Annotated[
-        str | None, typer.Argument(help="Go on with this session id; without it, a new chat.")
+        str | None, typer.Argument(help="Name of the chat on the server; without it, one is made up.")
     ] = None,
+    new: Annotated[bool, typer.Option("--new", help="Replace the server's chat of that name.")] = False,
     url: Url = None,
     api_key: ApiKey = None,
     model: Annotated[str | None, typer.Option(help="The model's name; by default what is served.")] = None,
     max_tokens: Annotated[int, typer.Option(min=1, help="Length of an answer, at most.")] = 512,
     temperature: Annotated[float | None, typer.Option(min=0, help="By default the model's own.")] = None,
 ) -> None:
-    """Chat in the terminal: shows time to first token and what was restored. /help lists the commands."""
+    """Begin a chat in the terminal: shows time to first token and what was restored. /help lists the commands."""
     from sgl_krul.cli.chat import Chat
 
     settings = client_settings(os.environ, url, api_key)
-    with Chat(settings, model, session_id, max_tokens=max_tokens, temperature=temperature) as running:
+    with Chat(
+        settings, model, session_id, new=new, max_tokens=max_tokens, temperature=temperature
+    ) as running:
         running.run(sys.stdin)
 
 

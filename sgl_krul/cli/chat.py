@@ -14,7 +14,7 @@ from sgl_krul.api.client import KrulClient
 from sgl_krul.cli.sessions import overview_table, pause_line, resume_line
 from sgl_krul.cli.turns import Turn, ask, connect, served_model
 from sgl_krul.config import ClientSettings, format_duration
-from sgl_krul.errors import KrulError
+from sgl_krul.errors import KrulError, UnknownSession
 
 __all__ = ["Chat", "turn_line"]
 
@@ -37,12 +37,14 @@ class Chat:
         model: str | None,
         session_id: str | None,
         *,
+        new: bool,
         max_tokens: int,
         temperature: float | None,
     ) -> None:
         self._krul = KrulClient(settings.url, settings.api_key)
         self._client = connect(self._krul.base_url, settings.api_key)
         self._model = model
+        self._given = session_id is not None and not new  # an id that must not be a chat of the server yet
         self._session_id = session_id or _new_id()
         self._max_tokens = max_tokens
         self._temperature = temperature
@@ -67,9 +69,11 @@ class Chat:
         """Read messages and commands from `lines` until its end or /quit.
 
         Raises:
-            KrulError: the server can't be reached at the start.
+            KrulError: the server can't be reached at the start, or already has a chat of the id that was given.
         """
         self._krul.sessions()
+        if self._given:
+            self._require_unknown(self._session_id)
         try:
             self._model = self._model or served_model(self._client)
         except (OpenAIError, StopIteration) as error:
@@ -87,6 +91,18 @@ class Chat:
                 return
             if text:
                 self._handle(text)
+
+    def _require_unknown(self, session_id: str) -> None:
+        """The server keeps KV, no messages: to go on here would begin anew, and take the old chat's place."""
+        try:
+            known = self._krul.session(session_id)
+        except UnknownSession:
+            return
+        raise KrulError(
+            f"the server has a session {session_id!r} already ({known.tokens:,} tokens, {known.state}). Its "
+            "messages are not kept there, so a chat begun here would replace it: give another id (or none), or "
+            "--new to replace it"
+        )
 
     def _handle(self, text: str) -> None:
         """A message or a command. Ctrl-C ends it, not the program."""

@@ -4,22 +4,18 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
-import os
-import shutil
 import subprocess
 import sys
-import tempfile
 from collections.abc import Callable, Iterator, Mapping
-from enum import StrEnum
 from pathlib import Path
-from typing import NamedTuple
 
 from rich.console import Console
 
 from sgl_krul.api.client import KrulClient
 from sgl_krul.cli.demo_model import DEMO_MODEL, problems
+from sgl_krul.cli.doctor_tiers import Finding, Level, check_tiers, usage_finding
 from sgl_krul.cli.serve import DEMO
-from sgl_krul.config import Config, cache_home, client_settings, format_size, resolve_config
+from sgl_krul.config import cache_home, client_settings, resolve_config
 from sgl_krul.engine.compat import SGLANG_VERSION, require_version
 from sgl_krul.errors import KrulError
 
@@ -28,23 +24,6 @@ __all__ = ["Finding", "Level", "run_doctor"]
 _ENTRY_POINTS = (("sglang.srt.plugins", "krul"), ("sglang.srt.platforms", "krul_cpu"))
 _SELFTEST_DEADLINE_S = 180
 _REINSTALL = "run `pip install -e .` (or launch/setup.sh) in the Python that runs the server"
-
-
-class Level(StrEnum):
-    """How bad it is."""
-
-    OK = "OK"
-    WARN = "WARN"
-    FAIL = "FAIL"
-
-
-class Finding(NamedTuple):
-    """One line; `advice` is empty where all is well."""
-
-    level: Level
-    name: str
-    text: str
-    advice: str = ""
 
 
 def run_doctor(
@@ -204,58 +183,7 @@ def _check_config(file: Path | None, environ: Mapping[str, str]) -> Iterator[Fin
         return
     source = variables.get("KRUL_CONFIG") or "built-in default"
     yield Finding(Level.OK, "configuration", source)
-    yield _memory(config)
-    yield from _store(config)
-
-
-def _memory(config: Config) -> Finding:
-    capacity, ram = config.memory.capacity_bytes, os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    text = f"{format_size(capacity)} of {format_size(ram)} RAM for sessions"
-    if capacity >= ram:
-        return Finding(Level.FAIL, "memory", text, "make memory.capacity_bytes smaller than the RAM")
-    if capacity > ram // 2:
-        return Finding(Level.WARN, "memory", text, "the model needs some too: at most half is safe")
-    return Finding(Level.OK, "memory", text)
-
-
-def _store(config: Config) -> Iterator[Finding]:
-    if config.ssd is None:
-        yield Finding(
-            Level.WARN,
-            "store",
-            "no disk: sessions end with the server",
-            "set ssd.path to keep them over a restart",
-        )
-        return
-    path, floor = config.ssd.path, config.ssd.free_space_floor_bytes
-    place = path
-    while not place.exists() and place != place.parent:
-        place = place.parent
-    try:
-        if not place.is_dir():
-            raise NotADirectoryError(20, "Not a directory", str(place))
-        # A real file: permissions alone don't tell of a read-only mount, a quota or a root's rights.
-        with tempfile.TemporaryFile(dir=place) as file:
-            file.write(b"krul")
-        free = shutil.disk_usage(place).free
-    except OSError as error:
-        advice = "give ssd.path a folder that the server's user may write"
-        yield Finding(Level.FAIL, "store", f"{path}: {place}: {error.strerror}", advice)
-        return
-    text = f"{path}{'' if place == path else ' (made at the start)'}, {format_size(free)} free"
-    if free <= floor:
-        advice = f"free some space, or lower ssd.free_space_floor_bytes ({format_size(floor)})"
-        yield Finding(Level.FAIL, "store", f"{text}: nothing would be stored", advice)
-    elif free - floor < config.ssd.capacity_bytes:
-        yield Finding(
-            Level.WARN,
-            "store",
-            f"{text}, less than ssd.capacity_bytes ({format_size(config.ssd.capacity_bytes)}) and the floor "
-            f"({format_size(floor)})",
-            "fine for now: a pause is refused when it is full",
-        )
-    else:
-        yield Finding(Level.OK, "store", text)
+    yield from check_tiers(config)
 
 
 def _check_server(url: str, api_key: str | None) -> Iterator[Finding]:
@@ -269,15 +197,9 @@ def _check_server(url: str, api_key: str | None) -> Iterator[Finding]:
     counted = ", ".join(f"{states.count(state)} {state}" for state in sorted(set(states))) or "none yet"
     yield Finding(Level.OK, "server", f"{url}, sessions: {counted}")
     for name, tier in overview.tiers.items():
-        text = f"{format_size(tier.bytes)} of {format_size(tier.capacity_bytes)} used"
-        if (
-            tier.bytes > 0.9 * tier.capacity_bytes and name != "memory"
-        ):  # memory drops what is oldest by itself
-            yield Finding(
-                Level.WARN, f"tier {name}", text, "delete sessions (`krul sessions rm`), or raise the cap"
-            )
-        else:
-            yield Finding(Level.OK, f"tier {name}", text)
+        finding = usage_finding(f"tier {name}", "", tier.bytes, tier.capacity_bytes)
+        # Memory drops what is oldest by itself.
+        yield finding._replace(level=Level.OK, advice="") if name == "memory" else finding
     damaged = {name: count for name, count in overview.counters.items() if "corrupt" in name and count}
     if damaged:
         text = ", ".join(f"{name}: {count}" for name, count in damaged.items())

@@ -1,6 +1,7 @@
 """`krul serve`: SGLang's own server with our radix cache.
 
-`serve_arguments` is pure; `serve` becomes the server. What a plain CPU needs (device, attention and sampling
+`serve_arguments` is pure; `serve` becomes the server, once the configuration and the store directory have been
+looked at: what cannot be used is told at once and in a line. What a plain CPU needs (device, attention and sampling
 backend, dtype, page size, no CUDA graphs, a bounded KV pool) is set by the platform in `engine/cpu.py`, so
 that `sglang serve` has it too: no flag is added for it here.
 """
@@ -15,8 +16,9 @@ from pathlib import Path
 from typing import NoReturn
 
 from sgl_krul.cli.demo_model import demo_model_path
-from sgl_krul.config import cache_home
+from sgl_krul.config import cache_home, resolve_config
 from sgl_krul.errors import ConfigError
+from sgl_krul.store.root import RootDirectory
 
 __all__ = ["DEMO", "serve", "serve_arguments"]
 
@@ -30,6 +32,10 @@ _LINKER_CONFIG_FLAG = "--unified-cache-external-linker-config"
 
 # Switches that are added if they are not there yet.
 _SWITCHES = ("--enable-cache-report",)
+
+_HELP = {"-h", "--help"}  # SGLang's; it may be asked for while a server runs
+
+_LOCK_WAIT_S = 5.0  # as SsdTier: the server before may be just about to end
 
 
 def serve_arguments(args: Sequence[str], *, demo_model: Callable[[], Path]) -> list[str]:
@@ -61,9 +67,13 @@ def serve_arguments(args: Sequence[str], *, demo_model: Callable[[], Path]) -> l
 def serve(args: Sequence[str], environ: Mapping[str, str]) -> NoReturn:
     """Become the server: this process is replaced, so signals and the exit status are the server's own.
 
-    Raises ConfigError as `serve_arguments`, and what `demo_model_path` raises; then nothing was started.
+    Raises ConfigError as `serve_arguments`, and for a configuration that can't be used; StoreUnavailable for a
+    store directory that can't be, or that another server has; and what `demo_model_path` raises. Then nothing
+    was started.
     """
     home = cache_home(environ)
+    # Before the demo model is made, which takes a while.
+    _check(serve_arguments(args, demo_model=lambda: Path(DEMO)), environ)
     arguments = serve_arguments(args, demo_model=lambda: demo_model_path(home, _to_stderr))
     variables = dict(environ)
     if Path(_value(arguments, *_MODEL_FLAGS) or "").is_dir():
@@ -75,6 +85,14 @@ def serve(args: Sequence[str], environ: Mapping[str, str]) -> NoReturn:
     sys.stdout.flush()
     sys.stderr.flush()
     os.execve(sys.executable, command, variables)
+
+
+def _check(args: Sequence[str], environ: Mapping[str, str]) -> None:
+    """Refuse now what the server would refuse after its imports. It looks again, and its word counts."""
+    config = resolve_config(_value(args, _LINKER_CONFIG_FLAG), environ)
+    if config.ssd is not None and not _HELP.intersection(args):
+        # The server's own first steps; the lock is let go at once.
+        RootDirectory(config.ssd.path, _LOCK_WAIT_S).close()
 
 
 def _to_stderr(line: str) -> None:
@@ -128,8 +146,8 @@ def _with_model(args: list[str], demo_model: Callable[[], Path]) -> list[str]:
     model = _value(args, *_MODEL_FLAGS)
     if not model:
         raise ConfigError(
-            f"no model was named: give {_MODEL_FLAGS[0]} PATH_OR_NAME, or {_MODEL_FLAGS[0]} {DEMO} for a "
-            "small one that runs on a CPU"
+            "no model was named: krul serve MODEL (a folder, or a name on the hub), or "
+            f"krul serve {DEMO} for a small one that runs on a CPU"
         )
     if model != DEMO:
         return args

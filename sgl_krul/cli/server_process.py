@@ -46,7 +46,6 @@ class ServerProcess:
         self.port = free_port()
         self.log = log
         self._headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
-        self._tree: list[psutil.Process] = []
         with log.open("ab") as output:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", *module, *arguments, "--host", "127.0.0.1", "--port", str(self.port)],
@@ -117,6 +116,8 @@ class ServerProcess:
         return "\n".join([f"Last lines of {self.log}:", *lines])
 
     def _processes(self) -> list[psutil.Process]:
+        if not self.running:
+            return []  # its number may be another process's by now
         try:
             top = psutil.Process(self._process.pid)
             return [top, *top.children(recursive=True)]

@@ -8,9 +8,10 @@ from __future__ import annotations
 import difflib
 import json
 import os
+import re
 import reprlib
 from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import MISSING, Field, fields
+from dataclasses import MISSING, Field, fields, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -52,6 +53,9 @@ _SECTIONS: dict[str, type[Any]] = {
     "restore": RestoreConfig,
     "pause": PauseConfig,
 }
+_SECRET = {
+    name for name, keys in _SECTIONS.items() if any(key.metadata["leaf"].secret for key in fields(keys))
+}
 _DOTTED = [f"{name}.{key.name}" for name, section in _SECTIONS.items() for key in fields(section)]
 
 
@@ -74,15 +78,27 @@ def parse_config(
                 continue
             given = {}  # a section whose keys are all commented out
         if not isinstance(given, Mapping):
-            off = f", or null to do without {name}" if name in _OPTIONAL else ""
-            raise ConfigError(
-                f"{source}: {name}: {_shown(given)} cannot be used: expected a section with keys such as "
-                f"{fields(section)[0].name}{off}. Leave {name} out for the defaults."
-            )
+            raise _no_section(given, source, name)
         sections[name] = _parse_section(section, given, source, name, environ)
     config = Config(**sections)
+    placement = mapping.get("placement")
+    chosen = isinstance(placement, Mapping) and "replicate" in placement
+    if config.ssd is None and config.redis is not None and not chosen:
+        # Who names a Redis and no disk wants sessions to lie there.
+        config = replace(config, placement=replace(config.placement, replicate="redis"))
     _check_together(config, source)
     return config
+
+
+def _no_section(given: object, source: str, name: str) -> ConfigError:
+    # `redis: redis://:password@host` is such a mistake.
+    shown = "the value" if name in _SECRET else _shown(given)
+    off = f", or null to do without {name}" if name in _OPTIONAL else ""
+    advice = f" Leave {name} out for the defaults." if _OPTIONAL.get(name, True) else ""
+    return ConfigError(
+        f"{source}: {name}: {shown} cannot be used: expected a section "
+        f"with keys such as {fields(_SECTIONS[name])[0].name}{off}.{advice}"
+    )
 
 
 def _check_together(config: Config, source: str) -> None:
@@ -98,7 +114,7 @@ def _check_together(config: Config, source: str) -> None:
     if low > high:
         raise ConfigError(
             f"{source}: placement.low_watermark: {low:g} cannot be used: expected at most "
-            f"placement.high_watermark, which is {high:g}."
+            f"placement.high_watermark, which is {high:g}. Correct one, or leave both out for the defaults."
         )
 
 
@@ -116,15 +132,28 @@ def load_config(path: Path, environ: Mapping[str, str] | None = None) -> Config:
         # _Loader is SafeLoader with one check more: it makes plain values only.
         mapping = yaml.load(text, Loader=_Loader)
     except (yaml.YAMLError, ValueError, RecursionError) as error:
-        raise ConfigError(f"{source}: not YAML: {error}. Correct the file at that place.") from error
+        problem = _yaml_problem(error)
+        # Not chained: PyYAML's own message shows the line, and a password may stand there.
+        raise ConfigError(f"{source}: not YAML: {problem}. Correct the file at that place.") from None
     if mapping is None:
         mapping = {}
     if not isinstance(mapping, dict):
         raise ConfigError(
-            f"{source}: {_shown(mapping)} cannot be used: expected sections such as 'memory:' "
+            f"{source}: {type(mapping).__name__} where a mapping is expected: sections such as 'memory:' "
             "with their keys indented below. See configs/cpu.yaml for an example."
         )
     return parse_config(mapping, source, environ)
+
+
+def _yaml_problem(error: Exception) -> str:
+    """What is wrong and where, in one line and without the text of the file."""
+    if not isinstance(error, yaml.MarkedYAMLError):
+        return " ".join(str(error).split())
+    text = ": ".join(part for part in (error.context, error.problem) if part)
+    # A password that begins with * or ! is an alias or a tag to YAML.
+    text = re.sub(r"\b(alias|anchor|tag|tag handle) .*", r"\1", text)
+    mark = error.problem_mark or error.context_mark
+    return text if mark is None else f"{text} (line {mark.line + 1}, column {mark.column + 1})"
 
 
 def resolve_config(linker_config_json: str | None, environ: Mapping[str, str]) -> Config:
@@ -198,10 +227,11 @@ def _parse_section(
     for key in keys:
         if key.name in given:
             dotted = f"{source}: {name}.{key.name}"
-            values[key.name] = _read_leaf(key.metadata["leaf"], given[key.name], dotted, environ)
+            way_out = f"the section {name} out" if _required(key) else "the key out for the default"
+            values[key.name] = _read_leaf(key.metadata["leaf"], given[key.name], dotted, environ, way_out)
         elif section is SsdConfig and key.name == "path":
             values[key.name] = default_ssd_path(environ)
-        elif key.default is MISSING and key.default_factory is MISSING:
+        elif _required(key):
             raise ConfigError(
                 f"{source}: {name}.{key.name}: missing: expected {key.metadata['leaf'].expected}. "
                 f"Add it, or leave the section {name} out."
@@ -209,14 +239,18 @@ def _parse_section(
     return section(**values)
 
 
-def _read_leaf(leaf: Leaf, value: object, dotted: str, environ: Mapping[str, str]) -> object:
+def _required(key: Field[Any]) -> bool:
+    return key.default is MISSING and key.default_factory is MISSING
+
+
+def _read_leaf(leaf: Leaf, value: object, dotted: str, environ: Mapping[str, str], way_out: str) -> object:
     try:
         return leaf.read(value, environ)
     except ValueError as error:
         shown = "the value" if leaf.secret else _shown(value)
         raise ConfigError(
             f"{dotted}: {shown} cannot be used ({error}): expected {leaf.expected}. "
-            "Correct it, or leave the key out for the default."
+            f"Correct it, or leave {way_out}."
         ) from error
 
 
@@ -227,13 +261,17 @@ def _check_keys(
     prefix: str = "",
     elsewhere: Sequence[str] = (),
 ) -> None:
-    for key in given:
+    for number, key in enumerate(given, start=1):
         if key in known:
             continue
-        near = [prefix + name for name in difflib.get_close_matches(str(key), known, n=1)]
-        near = near or [dotted for dotted in elsewhere if dotted.split(".")[1] == key]
+        near = [dotted for dotted in elsewhere if dotted.split(".")[1] == key]
+        near = near or [prefix + name for name in difflib.get_close_matches(str(key), known, n=1)]
         hint = f" Did you mean {' or '.join(near)}?" if near else ""
-        raise ConfigError(f"{source}: {prefix}{key}: unknown key.{hint} Known here: {', '.join(known)}.")
+        where, section = f"{prefix}{str(key)[:80]}", prefix.removesuffix(".")
+        if section in _SECRET and not (near and str(key).isidentifier()):
+            # To YAML `{password:a,b}` is the keys `password:a` and `b`.
+            where = f"{section}: key {number} (not shown, it may be part of a password)"
+        raise ConfigError(f"{source}: {where}: unknown key.{hint} Known here: {', '.join(known)}.")
 
 
 def _shown(value: object) -> str:

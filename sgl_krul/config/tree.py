@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import os
+import reprlib
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from sgl_krul.config.client import cache_home
 from sgl_krul.values import (
@@ -15,8 +16,8 @@ from sgl_krul.values import (
     count_leaf,
     duration_leaf,
     fraction_leaf,
-    parse_size,
     path_leaf,
+    read_size,
     size_leaf,
     text_leaf,
 )
@@ -106,28 +107,57 @@ class PlacementConfig:
 
 @dataclass(frozen=True)
 class TenantRuleConfig:
-    """Sessions whose id begins with `prefix` belong to `tenant`; the longest prefix that fits counts."""
+    """Sessions whose id begins with `prefix` belong to `tenant`; the longest prefix that fits counts.
+
+    `quota_bytes` 0: that of TenantsConfig.
+    """
 
     prefix: str
     tenant: str
     quota_bytes: int = 0
 
 
+_RULE_KEYS = tuple(key.name for key in fields(TenantRuleConfig))
+
+
 def _read_rules(value: object, environ: Mapping[str, str]) -> tuple[TenantRuleConfig, ...]:
     if not isinstance(value, list):
         raise ValueError("not a list")
-    rules = []
-    for number, rule in enumerate(value, start=1):
-        if not isinstance(rule, dict) or not rule.keys() <= {"prefix", "tenant", "quota_bytes"}:
-            raise ValueError(f"rule {number} has other keys")
-        prefix, tenant = rule.get("prefix"), rule.get("tenant", rule.get("prefix"))
-        if not isinstance(prefix, str) or not prefix or not isinstance(tenant, str):
-            raise ValueError(f"rule {number} has no prefix")
-        quota = parse_size(rule.get("quota_bytes", 0))
-        if quota < 0:
-            raise ValueError(f"rule {number} has a quota below 0")
-        rules.append(TenantRuleConfig(prefix, tenant, quota))
+    rules: list[TenantRuleConfig] = []
+    for number, item in enumerate(value, start=1):
+        try:
+            rule = _read_rule(item)
+            _check_rule(rule, rules)
+        except ValueError as error:
+            raise ValueError(f"rule {number}: {error}; known keys: {', '.join(_RULE_KEYS)}") from error
+        rules.append(rule)
     return tuple(rules)
+
+
+def _read_rule(rule: object) -> TenantRuleConfig:
+    if not isinstance(rule, dict):
+        raise ValueError("not a mapping")
+    for key in rule:
+        if key not in _RULE_KEYS:
+            raise ValueError(f"unknown key {reprlib.repr(key)}")
+    texts: dict[str, Any] = {"prefix": rule.get("prefix"), "tenant": rule.get("tenant", rule.get("prefix"))}
+    for name, text in texts.items():
+        if not isinstance(text, str) or not text:
+            raise ValueError(f"{name}: {'missing' if text in (None, '') else 'not a text'}")
+    try:
+        quota = read_size(rule.get("quota_bytes", 0), at_least=0)
+    except ValueError as error:
+        raise ValueError(f"quota_bytes: {error}") from error
+    return TenantRuleConfig(texts["prefix"], texts["tenant"], quota)
+
+
+def _check_rule(rule: TenantRuleConfig, others: list[TenantRuleConfig]) -> None:
+    for number, other in enumerate(others, start=1):
+        if other.prefix == rule.prefix:
+            raise ValueError(f"prefix: {reprlib.repr(rule.prefix)} is that of rule {number} too")
+        quotas = {rule.quota_bytes, other.quota_bytes} - {0}
+        if other.tenant == rule.tenant and len(quotas) == 2:
+            raise ValueError(f"quota_bytes: tenant {reprlib.repr(rule.tenant)} has another in rule {number}")
 
 
 _RULES = Leaf(_read_rules, "a list of rules such as {prefix: team-a-, tenant: team-a, quota_bytes: 50GiB}")

@@ -9,6 +9,7 @@ from typing import Any
 
 from sglang.srt.mem_cache.registry import create_unified_radix_cache
 from sglang.srt.mem_cache.unified_cache.components import ComponentType
+from sglang.srt.runtime_context import get_observability, get_parallel, get_serving
 
 from sgl_krul.config import Config, cache_home
 from sgl_krul.engine.cache import KrulCache
@@ -17,9 +18,10 @@ from sgl_krul.engine.identity import Identity, model_settings
 from sgl_krul.engine.linker import KrulLinker
 from sgl_krul.engine.pool import KvPages, read_layout
 from sgl_krul.errors import UnsupportedServer
+from sgl_krul.metrics import Metrics, MetricsSink, NoMetrics
 from sgl_krul.service import SessionService
+from sgl_krul.service.places import open_store
 from sgl_krul.store.memory import MemoryTier
-from sgl_krul.store.ssd import SsdTier
 
 __all__ = ["build_cache"]
 
@@ -57,14 +59,6 @@ def build_cache(ctx: Any, config: Config) -> KrulCache:
     )
     namespace = identity.of_model(Path(ctx.model_config.model_path))
     memory = MemoryTier(layout.layers, layout.page_segment_bytes, config.memory.capacity_bytes)
-    ssd = None
-    if config.ssd is not None:
-        ssd = SsdTier(
-            config.ssd.path,
-            capacity_bytes=config.ssd.capacity_bytes,
-            free_space_floor_bytes=config.ssd.free_space_floor_bytes,
-            fsync=config.ssd.fsync,
-        )
     linker = KrulLinker(
         KvPages(pool, layout),
         memory,
@@ -75,9 +69,27 @@ def build_cache(ctx: Any, config: Config) -> KrulCache:
     cache.init_cache_linker(linker)
     pool.register_layer_transfer_counter(linker.layer_done_counter)
     ctx.tp_worker.register_hicache_layer_transfer_counter(linker.layer_done_counter)
-    service = SessionService(config, layout, namespace, memory, ssd)
+    service = SessionService(
+        config,
+        layout,
+        namespace,
+        memory,
+        open_store(config),
+        cache.page_hashes,
+        _metrics(),
+    )
     cache.krul_control = SessionControl(service, cache, linker, identity)
     return cache
+
+
+def _metrics() -> MetricsSink:
+    """With --enable-metrics, beside SGLang's own on /metrics and under its labels. One a process."""
+    observability, parallel = get_observability(), get_parallel()
+    if not observability.enable_metrics:
+        return NoMetrics()
+    labels = {"model_name": get_serving().served_model_name, "tp_rank": parallel.tp_rank}
+    labels |= {"pp_rank": parallel.pp_rank} | (observability.extra_metric_labels or {})
+    return Metrics({name: str(value) for name, value in labels.items()})
 
 
 def _rope(hf_config: Any) -> str:

@@ -39,12 +39,15 @@ class SessionControl:
         self._linker = linker
         self._send: Send | None = None
         self._sources: dict[str, DevicePageSource] = {}
-        self._verbs = {
-            "pause": self._pause,
+        self._verbs: dict[str, Callable[[SessionKey, str, Reply], None]] = {
+            "pause": self._known(self._pause),
             "resume": self._resume,
             "hold": self._hold,
-            "forget": self._forget,
-            "show": self._show,
+            "forget": self._known(self._forget),
+            "move": self._known(self._move),
+            "export": self._known(self._export),
+            "import": self._import,
+            "show": self._known(self._show),
             "list": self._list,
         }
         cache.on_finished = service.observe
@@ -66,9 +69,8 @@ class SessionControl:
             self._send(_output(message.request_id, result), message)
 
         try:
-            self._verbs[message.verb](
-                SessionKey(message.session_id, message.cache_salt, message.extra_key), reply
-            )
+            key = SessionKey(message.session_id, message.cache_salt, message.extra_key)
+            self._verbs[message.verb](key, message.argument, reply)
         except KrulError as error:
             reply(error)
         except Exception as error:
@@ -105,8 +107,15 @@ class SessionControl:
         self.service.change_namespace(namespace)
         logger.info("krul: weights changed, sessions are stored under namespace %s from now on", namespace)
 
-    def _pause(self, key: SessionKey, reply: Reply) -> None:
-        session = self.service.registry.get(key)
+    def _known(self, verb: Callable[[Session, SessionKey, str, Reply], None]) -> Any:
+        """A verb for a session that this server knows, or that the shared tier tells it of."""
+
+        def run(key: SessionKey, argument: str, reply: Reply) -> None:
+            self.service.locate(key, lambda session: verb(session, key, argument, reply), reply)
+
+        return run
+
+    def _pause(self, session: Session, key: SessionKey, _argument: str, reply: Reply) -> None:
         if session.state in (State.PAUSED, State.STALE):
             reply(self.service.describe(session) | {"already_paused": True})
             return
@@ -141,26 +150,39 @@ class SessionControl:
             raise
         self._sources[session.digest] = source
 
-    def _resume(self, key: SessionKey, reply: Reply) -> None:
-        session = self.service.registry.get(key)
-        if session.state is State.ACTIVE:
-            reply(self.service.describe(session) | {"reason": "the session is active: nothing to bring back"})
-            return
-        self.service.resume(session, hold=False, reply=reply)
-
-    def _hold(self, key: SessionKey, reply: Reply) -> None:
-        """A request waits: restore if there is something to restore, else let it go at once."""
+    def _resume(self, key: SessionKey, _argument: str, reply: Reply) -> None:
         session = self.service.registry.find(key.digest)
-        if session is None or session.state is not State.PAUSED:
-            reply(
-                {"session_id": key.session_id, "state": "unknown" if session is None else session.state.value}
-            )
-            return
-        self.service.resume(session, hold=True, reply=reply)
+        if session is not None and session.state is State.ACTIVE:
+            reply(self.service.describe(session) | {"reason": "the session is active: nothing to bring back"})
+        elif session is not None:
+            self.service.resume(key, hold=False, reply=reply)
+        else:
+            self.service.locate(key, lambda _: self.service.resume(key, hold=False, reply=reply), reply)
 
-    def _forget(self, key: SessionKey, reply: Reply) -> None:
-        session = self.service.registry.get(key)
-        hashes = self._cache.page_hashes(key, session.token_ids)
+    def _hold(self, key: SessionKey, _argument: str, reply: Reply) -> None:
+        """A request waits: restore if there is something to restore, else let it go at once.
+
+        Of a session that is not known here, another server may have paused it into the shared tier.
+        """
+        session = self.service.registry.find(key.digest)
+        shared = self.service.store.shared is not None
+        if session is None and not shared:
+            reply({"session_id": key.session_id, "state": "unknown"})
+        elif session is not None and session.state is not State.PAUSED:
+            reply({"session_id": key.session_id, "state": session.state.value})
+        else:
+            self.service.resume(key, hold=True, reply=reply)
+
+    def _move(self, session: Session, _key: SessionKey, argument: str, reply: Reply) -> None:
+        self.service.move(session, argument, reply)
+
+    def _export(self, session: Session, _key: SessionKey, argument: str, reply: Reply) -> None:
+        self.service.export(session, Path(argument), reply)
+
+    def _import(self, _key: SessionKey, argument: str, reply: Reply) -> None:
+        self.service.take_in(Path(argument), reply)
+
+    def _forget(self, session: Session, key: SessionKey, _argument: str, reply: Reply) -> None:
         own = [(ids, self._cache.page_hashes(key, ids)) for ids in (session.token_ids, *session.branches)]
         others = [
             other.token_ids
@@ -176,15 +198,15 @@ class SessionControl:
                     self._linker.memory.delete(page_key(self._linker.namespace, page_hash))
 
         self.service.forget(
-            session, settle=lambda: self._free_device(session, key, hashes), drop=drop, reply=reply
+            session, settle=lambda: self._free_device(session, key, own[0][1]), drop=drop, reply=reply
         )
 
-    def _show(self, key: SessionKey, reply: Reply) -> None:
-        reply(self.service.describe(self.service.registry.get(key)))
+    def _show(self, session: Session, _key: SessionKey, _argument: str, reply: Reply) -> None:
+        reply(self.service.describe(session))
 
-    def _list(self, _key: SessionKey, reply: Reply) -> None:
+    def _list(self, _key: SessionKey, _argument: str, reply: Reply) -> None:
         load = {"layer_takeovers": self._linker.layer_done_counter.takeovers}
-        reply(self.service.overview() | {"load": load})
+        self.service.refresh(reply, lambda: self.service.overview() | {"load": load})
 
     def _free_device(self, session: Session, key: SessionKey, hashes: tuple[str, ...]) -> int:
         """Free the session's own device pages: older branches first, so their trunk is a leaf afterwards."""

@@ -5,6 +5,7 @@ Apart from that module because this one needs much of SGLang, which must not be 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -45,10 +46,7 @@ class KrulCpuAttention(TorchNativeAttnBackend):
         save_kv_cache: bool = True,
     ) -> torch.Tensor:
         """New queries `q` [tokens, heads * head_dim] over all keys so far; returns q's shape and dtype."""
-        if self._is_unusual(layer, forward_batch):
-            out: torch.Tensor = super().forward_extend(q, k, v, layer, forward_batch, save_kv_cache)
-            return out
-        return self._forward(q, k, v, layer, forward_batch, save_kv_cache)
+        return self._forward(super().forward_extend, q, k, v, layer, forward_batch, save_kv_cache)
 
     def forward_decode(
         self,
@@ -60,11 +58,8 @@ class KrulCpuAttention(TorchNativeAttnBackend):
         save_kv_cache: bool = True,
     ) -> torch.Tensor:
         """One query a sequence, `q` [sequences, heads * head_dim]; returns q's shape and dtype."""
-        if self._is_unusual(layer, forward_batch):
-            out: torch.Tensor = super().forward_decode(q, k, v, layer, forward_batch, save_kv_cache)
-            return out
         q = q.reshape(-1, layer.tp_q_head_num * layer.qk_head_dim)
-        return self._forward(q, k, v, layer, forward_batch, save_kv_cache)
+        return self._forward(super().forward_decode, q, k, v, layer, forward_batch, save_kv_cache)
 
     def _is_unusual(self, layer: RadixAttention, forward_batch: ForwardBatch) -> bool:
         return bool(
@@ -77,6 +72,7 @@ class KrulCpuAttention(TorchNativeAttnBackend):
 
     def _forward(
         self,
+        native: Callable[..., torch.Tensor],
         q: torch.Tensor,
         k: torch.Tensor | None,
         v: torch.Tensor | None,
@@ -84,6 +80,9 @@ class KrulCpuAttention(TorchNativeAttnBackend):
         forward_batch: ForwardBatch,
         save_kv_cache: bool,
     ) -> torch.Tensor:
+        """Attention of either kind; `native` is what `torch_native` has for layers that are not plain."""
+        if self._is_unusual(layer, forward_batch):
+            return native(q, k, v, layer, forward_batch, save_kv_cache)
         pool = self.token_to_kv_pool
         if save_kv_cache and k is not None and v is not None:
             pool.set_kv_buffer(layer, KVWriteLoc(forward_batch.out_cache_loc, None), k, v)

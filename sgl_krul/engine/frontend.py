@@ -14,6 +14,7 @@ import uuid
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from sgl_krul.config import Config
@@ -141,6 +142,30 @@ class FrontEnd:
         """
         return await self._alone("forget", key, timeout_s)
 
+    async def move(self, key: SessionKey, tier: str, timeout_s: float | None = None) -> Answer:
+        """Put a paused session into one tier.
+
+        Raises:
+            SessionBusy, UnknownSession, AnswerError
+        """
+        return await self._alone("move", key, timeout_s, tier)
+
+    async def export(self, key: SessionKey, path: Path, timeout_s: float | None = None) -> Answer:
+        """Write a paused session to a file of this machine.
+
+        Raises:
+            SessionBusy, UnknownSession, AnswerError
+        """
+        return await self._alone("export", key, timeout_s, str(path))
+
+    async def take_in(self, path: Path) -> Answer:
+        """Store the session of an exported file. The caller removes the file when this is done.
+
+        Raises:
+            AnswerError
+        """
+        return await self._ask("import", SessionKey(""), None, str(path))
+
     async def show(self, key: SessionKey) -> Answer:
         """One session.
 
@@ -161,22 +186,22 @@ class FrontEnd:
 
     # ---- inside ----
 
-    async def _alone(self, verb: str, key: SessionKey, timeout_s: float | None) -> Answer:
+    async def _alone(self, verb: str, key: SessionKey, timeout_s: float | None, argument: str = "") -> Answer:
         """Run a verb with the session to itself, to its end even if the caller is cancelled."""
         timeout_s = self._settings.busy_timeout_s if timeout_s is None else timeout_s
-        task = asyncio.get_running_loop().create_task(self._run_verb(verb, key, timeout_s))
+        task = asyncio.get_running_loop().create_task(self._run_verb(verb, key, timeout_s, argument))
         self._verbs.add(task)  # the loop itself keeps only a weak reference
         task.add_done_callback(self._verb_done)
         return await asyncio.shield(task)
 
-    async def _run_verb(self, verb: str, key: SessionKey, timeout_s: float) -> Answer:
+    async def _run_verb(self, verb: str, key: SessionKey, timeout_s: float, argument: str) -> Answer:
         async with self.gate.alone(key.digest, key.session_id, timeout_s):
             hold = self._holds.get(key.digest)
             if hold is not None:  # its request has gone; the scheduler is still at it
                 await asyncio.wait([hold])
             if verb == "pause":
                 return await self._pause_for_good(key, timeout_s)
-            answer = await self._ask(verb, key, None)
+            answer = await self._ask(verb, key, None, argument)
             if verb == "forget":
                 self._known.pop(key.digest, None)
             return answer
@@ -200,7 +225,7 @@ class FrontEnd:
         if not task.cancelled():
             task.exception()  # whoever waited has it; if nobody did, it is no unhandled error either
 
-    async def _ask(self, verb: str, key: SessionKey, timeout_s: float | None) -> Answer:
+    async def _ask(self, verb: str, key: SessionKey, timeout_s: float | None, argument: str = "") -> Answer:
         request_id = uuid.uuid4().hex
         future: asyncio.Future[KrulControlReqOutput] = asyncio.get_running_loop().create_future()
         self._answers[request_id] = future
@@ -212,6 +237,7 @@ class FrontEnd:
                 session_id=key.session_id,
                 cache_salt=key.cache_salt,
                 extra_key=key.extra_key,
+                argument=argument,
             )
         )
         try:

@@ -13,10 +13,11 @@ class KrulControlReqInput(BaseReq, kw_only=True):  # type: ignore[call-arg]
     """A verb for one session (or none). `request_id` pairs it with its answer, which may come much later."""
 
     request_id: str
-    verb: str  # "pause" | "resume" | "hold" | "forget" | "show" | "list"
+    verb: str  # see SessionControl: "pause", "resume", "hold", ...
     session_id: str = ""
     cache_salt: str | None = None
     extra_key: str | None = None
+    argument: str = ""  # of "move" the tier, of "export" and "import" the path of a file
 
 
 class KrulControlReqOutput(BaseReq, kw_only=True):  # type: ignore[call-arg]

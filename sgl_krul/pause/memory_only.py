@@ -1,15 +1,40 @@
-"""Pause without a slower tier: the session's pages stay in the memory tier, lost with the server."""
+"""Pause to the memory tier: the session's pages stay there, for the time being or until the server ends."""
 
 from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import numpy as np
 
 from sgl_krul.errors import StoreFull
 from sgl_krul.pause.pipeline import PageSource, Segments, Snapshot
 from sgl_krul.session.record import page_key
-from sgl_krul.store.memory import MemoryTier, PinnedPages
+from sgl_krul.store.memory import MemoryTier, PinnedPages, runs
 
-__all__ = ["keep_in_memory"]
+__all__ = ["MemoryPages", "keep_in_memory"]
+
+
+class MemoryPages:
+    """A PageSource over the memory tier: for a session that rests there and is written out later."""
+
+    def __init__(self, memory: MemoryTier, keys: Sequence[str]) -> None:
+        self._memory = memory
+        self._keys = keys
+
+    @contextmanager
+    def segments(self, first_page: int, pages: int) -> Iterator[Segments | None]:
+        """See PageSource. None when one of the pages has been evicted."""
+        pinned = self._memory.pin(self._keys[first_page : first_page + pages])
+        if pinned is None:
+            yield None
+            return
+        with pinned:
+            spans = runs(pinned.slots, np.arange(len(pinned.slots)))
+            yield [
+                [self._memory.layer(index)[slot : slot + count].reshape(-1).data for slot, _, count in spans]
+                for index in range(self._memory.layers)
+            ]
 
 
 def keep_in_memory(snapshot: Snapshot, source: PageSource, memory: MemoryTier, chunk_tokens: int) -> int:

@@ -125,17 +125,24 @@ def plan_chunks(snapshot: Snapshot, previous: Manifest | None, chunk_pages: int)
 
 
 def write_session(
-    snapshot: Snapshot, source: PageSource, tier: Tier, *, chunk_tokens: int, now: Callable[[], float]
+    snapshot: Snapshot,
+    source: PageSource,
+    tier: Tier,
+    *,
+    chunk_tokens: int,
+    now: Callable[[], float],
+    generation: int = 1,
 ) -> PauseReport:
     """Pause one session into `tier`. Blocks on I/O: call it from a worker.
 
     Pages are stored up to the first one that `source` does not have; the rest is recomputed at resume.
+    `generation` is the least that the new manifest may have: copies in other tiers may be ahead.
 
     Raises:
-        StoreFull, StoreUnavailable: the session is paused as before or not at all.
+        StoreFull, StoreUnavailable, LeaseHeld: the session is paused as before or not at all.
     """
     previous = _previous_manifest(tier, snapshot)
-    generation = 1 if previous is None else previous.generation + 1
+    generation = generation if previous is None else max(generation, previous.generation + 1)
     chunk_pages = max(1, chunk_tokens // snapshot.layout.page_size)
     plans = plan_chunks(snapshot, previous, chunk_pages)
     written: list[ChunkRef] = []

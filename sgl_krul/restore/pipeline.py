@@ -1,15 +1,16 @@
-"""Bring a paused session from a slow tier into the memory tier: read, verify, publish, chunk by chunk.
+"""Bring a paused session from slower tiers into the memory tier: read, verify, publish, chunk by chunk.
 
-Nothing from the store is trusted: the chunk's header must be the one the manifest promises (namespace,
-chained page hash, token digest, counts) and every segment must match its checksum before its pages can be
-found by anyone. What fails is a miss; the restore is cut there and the rest of the session is computed again
-(invariant 1).
+Nothing from a store is trusted: the chunk's header must be the one the manifest promises (namespace, chained
+page hash, a digest of the manifest's own tokens, counts), and every segment must match its checksum before
+its pages can be found by anyone. A chunk that one tier has lost or damaged is taken from the next that has the
+session. What none of them has is a miss; the restore is cut there and the rest of the session is computed
+again (invariant 1).
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from threading import Event
@@ -17,8 +18,8 @@ from threading import Event
 import numpy as np
 
 from sgl_krul.codec.base import Mode
-from sgl_krul.codec.frame import ChunkHeader, decode_header, expect, verify_segment
-from sgl_krul.errors import Corrupt, Missing, StoreUnavailable
+from sgl_krul.codec.frame import ChunkHeader, decode_header, expect, token_digest, verify_segment
+from sgl_krul.errors import Corrupt, LeaseHeld, Missing, StoreError, StoreUnavailable
 from sgl_krul.layout import KvLayout
 from sgl_krul.session.record import ChunkRef, Manifest, page_key
 from sgl_krul.store.memory import MemoryTier, PageReservation, PinnedPages
@@ -30,15 +31,27 @@ __all__ = ["RestoreReport", "Restorer"]
 
 @dataclass
 class RestoreReport:
-    """What a restore did. `cut` says why it ended early ("" when the whole session came)."""
+    """What a restore did. `cut` says why it ended early ("" when the whole session came), `miss` the same in
+    one word: missing, corrupt, unavailable, deadline, no_room, stale, cancelled. `origin` is the slowest tier
+    that bytes came from.
+    """
 
+    manifest: Manifest | None = None
+    tiers: tuple[str, ...] = ()
     tokens: int = 0
     from_memory_tokens: int = 0
     bytes_read: int = 0
     corrupt_chunks: int = 0
     missing_chunks: int = 0
     cut: str = ""
+    miss: str = ""
+    origin: str = ""
     pins: list[PinnedPages] = field(default_factory=list)
+
+    def end(self, miss: str, cut: str) -> None:
+        """Nothing more comes, for this reason; the first one counts."""
+        if not self.cut:
+            self.miss, self.cut = miss, cut
 
     def release(self) -> None:
         """Let the restored pages age like any others, the last one of the session first."""
@@ -57,13 +70,26 @@ class _Chunk:
     keys: tuple[str, ...]
 
 
+@dataclass
+class _Fetched:
+    """One chunk in memory, pinned; `bytes_read` 0: it was there. `damaged`: copies that were no good."""
+
+    pinned: PinnedPages
+    bytes_read: int = 0
+    tier: str = ""
+    damaged: int = 0
+
+
 class Restorer:
-    """Reads chunks with a few loader workers, in order, a bounded number ahead."""
+    """Reads chunks with a few loader workers, in order, a bounded number ahead.
+
+    `tiers` are asked one after another for each chunk, the first that has it intact serves it.
+    """
 
     def __init__(
-        self, tier: Tier, memory: MemoryTier, layout: KvLayout, workers: Workers, *, ahead: int
+        self, tiers: Sequence[Tier], memory: MemoryTier, layout: KvLayout, workers: Workers, *, ahead: int
     ) -> None:
-        self._tier = tier
+        self._tiers = tiers
         self._memory = memory
         self._layout = layout
         self._workers = workers
@@ -76,14 +102,15 @@ class Restorer:
 
         `deadline` is in seconds of `clock`. After it, or when `cancelled` is set, no further chunk is begun.
         """
-        report = RestoreReport()
+        report = RestoreReport(manifest=manifest)
         waiting = deque(self._chunks(manifest))
-        running: deque[tuple[_Chunk, Future[tuple[PinnedPages, int]]]] = deque()
+        running: deque[tuple[_Chunk, Future[_Fetched]]] = deque()
         try:
             while waiting or running:
                 while waiting and len(running) < self._ahead and not report.cut:
                     if cancelled.is_set() or clock() > deadline:
-                        report.cut = "cancelled" if cancelled.is_set() else "deadline"
+                        why = "cancelled" if cancelled.is_set() else "deadline"
+                        report.end(why, why)
                         break
                     chunk = waiting.popleft()
                     running.append((chunk, self._workers.submit(self._fetch, chunk, manifest.namespace)))
@@ -95,60 +122,86 @@ class Restorer:
                 future.add_done_callback(_let_go)
             report.release()
             raise
+        if len(report.pins) < len(manifest.chunks) and not report.cut:
+            report.corrupt_chunks += 1
+            report.end("corrupt", "corrupt manifest (identity: token_digest of a chunk is not of its tokens)")
         return report
 
     def _chunks(self, manifest: Manifest) -> list[_Chunk]:
+        """The leading chunks whose token digest is that of the manifest's own tokens."""
         hashes = manifest.hashes
-        chunks, first = [], 0
+        token_ids = np.frombuffer(manifest.token_ids, "<i4")
+        chunks, page, token = [], 0, 0
         for ref in manifest.chunks:
-            keys = tuple(page_key(manifest.namespace, h) for h in hashes[first : first + ref.pages])
+            if token_digest(token_ids[token : token + ref.tokens]) != ref.token_digest:
+                break
+            keys = tuple(page_key(manifest.namespace, h) for h in hashes[page : page + ref.pages])
             chunks.append(_Chunk(ref, keys))
-            first += ref.pages
+            page, token = page + ref.pages, token + ref.tokens
         return chunks
 
-    def _collect(self, chunk: _Chunk, future: Future[tuple[PinnedPages, int]], report: RestoreReport) -> None:
+    def _collect(self, chunk: _Chunk, future: Future[_Fetched], report: RestoreReport) -> None:
         """Enter one finished chunk in the report. Chunks after a cut are let go again."""
         try:
-            pinned, bytes_read = future.result()
+            fetched = future.result()
         except Corrupt as error:
             report.corrupt_chunks += 1
-            self._drop_if_damaged(chunk, error)
-            report.cut = report.cut or f"corrupt chunk ({error})"
+            report.end("corrupt", f"corrupt chunk ({error})")
         except Missing:
             report.missing_chunks += 1
-            report.cut = report.cut or "missing chunk"
+            report.end("missing", "missing chunk")
         except StoreUnavailable as error:
-            report.cut = report.cut or f"store unavailable ({error})"
+            report.end("unavailable", f"store unavailable ({error})")
         except _NoRoom:
-            report.cut = report.cut or "memory tier full"
+            report.end("no_room", "memory tier full")
         else:
+            report.corrupt_chunks += fetched.damaged
             if report.cut:
-                pinned.release()
+                fetched.pinned.release()
                 return
-            report.pins.append(pinned)
+            report.pins.append(fetched.pinned)
             report.tokens += chunk.ref.tokens
-            report.bytes_read += bytes_read
-            report.from_memory_tokens += 0 if bytes_read else chunk.ref.tokens
+            report.bytes_read += fetched.bytes_read
+            report.from_memory_tokens += 0 if fetched.bytes_read else chunk.ref.tokens
+            report.origin = self._slower(report.origin, fetched.tier)
 
-    def _drop_if_damaged(self, chunk: _Chunk, error: Corrupt) -> None:
-        """Delete what can never be read again. Another version or identity stays: it may be wanted."""
-        if error.reason in ("checksum", "length"):
-            try:
-                self._tier.delete(chunk.ref.key)
-            except StoreUnavailable:
-                return  # it stays, and stays a miss
+    def _slower(self, one: str, other: str) -> str:
+        names = ["", *(tier.name for tier in self._tiers)]
+        return max(one, other, key=names.index)
 
-    def _fetch(self, chunk: _Chunk, namespace: str) -> tuple[PinnedPages, int]:
-        """The chunk's pages in memory, verified and pinned, and the bytes read (0: they were there)."""
+    def _fetch(self, chunk: _Chunk, namespace: str) -> _Fetched:
+        """The chunk from the first tier that has it intact; else what the fastest one's copy lacked."""
         pinned = self._memory.pin(chunk.keys)
         if pinned is not None:
-            return pinned, 0
-        header = self._read_header(chunk, namespace)
+            return _Fetched(pinned)
+        errors: list[StoreError] = []
+        for tier in self._tiers:
+            try:
+                pinned, bytes_read = self._fetch_from(tier, chunk, namespace)
+            except (Corrupt, Missing, StoreUnavailable) as error:
+                errors.append(error)
+                self._drop_if_damaged(tier, chunk, error)
+                continue
+            damaged = sum(isinstance(error, Corrupt) for error in errors)
+            return _Fetched(pinned, bytes_read, tier.name, damaged)
+        raise next((error for error in errors if not isinstance(error, Missing)), errors[0])
+
+    def _drop_if_damaged(self, tier: Tier, chunk: _Chunk, error: StoreError) -> None:
+        """Delete what can never be read again. Another version or identity stays: it may be wanted."""
+        if isinstance(error, Corrupt) and error.reason in ("checksum", "length"):
+            try:
+                tier.delete(chunk.ref.key)
+            except (StoreUnavailable, LeaseHeld):
+                return  # it stays, and stays a miss
+
+    def _fetch_from(self, tier: Tier, chunk: _Chunk, namespace: str) -> tuple[PinnedPages, int]:
+        """The chunk's pages in memory, verified and pinned, and the bytes read from `tier`."""
+        header = self._read_header(tier, chunk, namespace)
         reservation = self._memory.reserve(chunk.keys)
         if reservation is None:
             raise _NoRoom
         try:
-            bytes_read = self._read_body(chunk, header, reservation)
+            bytes_read = self._read_body(tier, chunk, header, reservation)
         except BaseException:
             self._memory.abandon(reservation)
             raise
@@ -158,8 +211,8 @@ class Restorer:
             raise _NoRoom
         return pinned, bytes_read
 
-    def _read_header(self, chunk: _Chunk, namespace: str) -> ChunkHeader:
-        data = self._tier.read_header(chunk.ref.key)
+    def _read_header(self, tier: Tier, chunk: _Chunk, namespace: str) -> ChunkHeader:
+        data = tier.read_header(chunk.ref.key)
         if data is None:
             raise Missing(f"chunk {chunk.ref.key} has gone")
         header = decode_header(data)
@@ -180,10 +233,10 @@ class Restorer:
                 raise Corrupt("identity", f"segment of {segment.length} bytes in mode {segment.mode.value}")
         return header
 
-    def _read_body(self, chunk: _Chunk, header: ChunkHeader, reservation: PageReservation) -> int:
+    def _read_body(self, tier: Tier, chunk: _Chunk, header: ChunkHeader, reservation: PageReservation) -> int:
         """Read all segments straight into the reserved slots and check them; returns the bytes read."""
         buffers = self._targets(chunk, reservation)
-        self._tier.read_segments(chunk.ref.key, 0, [part for layer in buffers for part in layer])
+        tier.read_segments(chunk.ref.key, 0, [part for layer in buffers for part in layer])
         for segment, layer in zip(header.segments, buffers, strict=True):
             verify_segment(segment, layer)
         return sum(segment.length for segment in header.segments)
@@ -210,7 +263,7 @@ class Restorer:
         return targets
 
 
-def _let_go(future: Future[tuple[PinnedPages, int]]) -> None:
+def _let_go(future: Future[_Fetched]) -> None:
     """Release what a loader brings that nobody waits for any more."""
     if not future.cancelled() and future.exception() is None:
-        future.result()[0].release()
+        future.result().pinned.release()

@@ -21,11 +21,13 @@ Reply = Callable[[Body | KrulError], None]
 
 @dataclass
 class Job:
-    """One verb for one session. `complete` runs in the polling thread once `future` is done."""
+    """One verb for one session ("": for none). `complete` runs in the polling thread once `future` is done;
+    None from it: the reply follows from elsewhere.
+    """
 
     digest: str
     future: Future[Any]
-    complete: Callable[[], Body]
+    complete: Callable[[], Body | None]
     reply: Reply
 
 
@@ -57,10 +59,12 @@ class Jobs:
         """Finish and answer what is done. Never blocks."""
         for job in [job for job in self._jobs if job.future.done()]:
             self._jobs.remove(job)
-            job.reply(self._outcome(job))
+            outcome = self._outcome(job)
+            if outcome is not None:
+                job.reply(outcome)
 
     @staticmethod
-    def _outcome(job: Job) -> Body | KrulError:
+    def _outcome(job: Job) -> Body | KrulError | None:
         """The answer of a finished job. A bug in a job must not end the caller, which is the scheduler."""
         try:
             return job.complete()

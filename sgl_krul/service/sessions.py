@@ -1,4 +1,4 @@
-"""pause(id), resume(id), forget(id): the verbs, and the state each session passes through.
+"""pause, resume, forget, move, export, import: the verbs, and the state each session passes through.
 
 One thread (the scheduler's) calls `SessionService`; every method returns at once. What takes time is a job on
 a worker; `poll()` brings finished jobs back to the calling thread, where their `complete` step runs and the
@@ -11,41 +11,35 @@ from __future__ import annotations
 import time
 from array import array
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
+from pathlib import Path
 
 from sgl_krul.config import Config
-from sgl_krul.errors import SessionBusy
+from sgl_krul.errors import KrulError, SessionBusy, UnknownSession
 from sgl_krul.layout import KvLayout
-from sgl_krul.pause.pipeline import PageSource, PauseReport, Snapshot
+from sgl_krul.metrics import MetricsSink, NoMetrics
+from sgl_krul.pause.pipeline import PageSource, Snapshot
 from sgl_krul.restore.pipeline import RestoreReport
+from sgl_krul.service.counters import Counters
 from sgl_krul.service.jobs import Body, Job, Jobs, Reply
-from sgl_krul.service.transfers import Transfers
-from sgl_krul.session.catalog import find_sessions
+from sgl_krul.service.tenants import Tenants
+from sgl_krul.service.transfers import HashPages, Transfers, Written
+from sgl_krul.service.upkeep import Upkeep
+from sgl_krul.service.views import describe, overview
+from sgl_krul.session.catalog import as_session, find_sessions
 from sgl_krul.session.record import SessionKey
-from sgl_krul.session.registry import Registry, Session, State
+from sgl_krul.session.registry import PausedCopy, Registry, Session, State
 from sgl_krul.store.memory import MemoryTier
-from sgl_krul.store.tier import CheckedTier
+from sgl_krul.store.tiered import TieredStore
 from sgl_krul.store.workers import Workers
 
-__all__ = ["Counters", "SessionService"]
+__all__ = ["SessionService"]
+
+_RESUMERS = 8  # each waits for the loaders, and for the store, most of the time
 
 
 @dataclass
-class Counters:
-    """What happened since the server started."""
-
-    pauses: int = 0
-    pauses_failed: int = 0
-    resumes: int = 0
-    restored_tokens: int = 0
-    corrupt_chunks: int = 0
-    corrupt_manifests: int = 0
-    missing_chunks: int = 0
-    orphans_removed: int = 0
-
-
-@dataclass
-class _Lease:
+class _Hold:
     """Pages held in memory for a request that waits for them."""
 
     until: float
@@ -61,38 +55,49 @@ class SessionService:
         layout: KvLayout,
         namespace: str,
         memory: MemoryTier,
-        ssd: CheckedTier | None,
+        store: TieredStore,
+        hash_pages: HashPages,
+        metrics: MetricsSink | None = None,
         clock: Callable[[], float] = time.monotonic,
         now: Callable[[], float] = time.time,
     ) -> None:
         self.registry = Registry()
         self.counters = Counters()
         self.memory = memory
+        self.store = store
         self.layout = layout
         self.namespace = namespace
         self._config = config
-        self._ssd = ssd
         self._clock = clock
         self._now = now
+        self._metrics = NoMetrics() if metrics is None else metrics
         self._jobs = Jobs()
-        self._leases: dict[str, _Lease] = {}
+        self._holds: dict[str, _Hold] = {}
+        self._tenants = Tenants(config.tenants, self.registry)
         self._pausers = Workers("pause", config.pause.workers)
-        self._resumers = Workers("resume", config.restore.workers)
-        self._transfers = Transfers(config, layout, memory, ssd, clock, now)
+        self._resumers = Workers("resume", _RESUMERS)
+        self._transfers = Transfers(config, layout, memory, store, hash_pages, self._metrics, clock, now)
+        self._upkeep = Upkeep(
+            config.placement, namespace, self.registry, self._transfers, self.counters, clock, now
+        )
         self._discover()
         self._resumers.submit(memory.prefault, config.memory.prefault_bytes)
 
     def _discover(self) -> None:
-        """Find the sessions of earlier runs. Once, while the server starts."""
-        if self._ssd is None:
-            return
-        catalog = find_sessions(
-            self._ssd, self.namespace, now=self._now(), stale_ttl_s=self._config.session.stale_ttl_s
-        )
-        for session in catalog.sessions:
-            self.registry.add(session)
-        self.counters.corrupt_manifests += catalog.corrupt
-        self.counters.orphans_removed += catalog.orphans
+        """Find the sessions of earlier runs on the own disk, while the server starts.
+
+        The shared tier is asked by the first upkeep: a server starts without it.
+        """
+        for tier in self.store.tiers:
+            if self.store.is_shared(tier):
+                continue
+            catalog = find_sessions(
+                tier, self.namespace, now=self._now(), stale_ttl_s=self._config.session.stale_ttl_s
+            )
+            for session in catalog.sessions:
+                self.registry.add(session)
+            self.counters.corrupt_manifests += catalog.corrupt
+            self.counters.orphans_removed += catalog.orphans
 
     # ---- what the engine tells ----
 
@@ -106,15 +111,18 @@ class SessionService:
         session = self.registry.open(key, self._now())
         if not aborted or len(token_ids) >= session.tokens:
             session.advance(token_ids, end_hash, self._now())
-        self._end_lease(session.digest)
+        self._upkeep.wakes(session.digest)
+        self._end_hold(session.digest)
 
     def change_namespace(self, namespace: str) -> None:
         """The weights changed: what is stored becomes stale, what is in memory can't be found any more."""
         self.namespace = namespace
         self.memory.clear()
+        self._upkeep.start_over(namespace)
         for session in self.registry:
             session.token_ids, session.end_hash, session.branches = array("q"), None, []
-            if session.paused is not None and session.paused.tier != self.memory.name:
+            session.in_memory = False
+            if session.paused is not None and not session.rests_in_memory:
                 session.state = State.PAUSED if session.paused.namespace == namespace else State.STALE
             elif not self._jobs.busy(session.digest):  # else its job, once done, says what is left of it
                 self.registry.remove(session.digest)
@@ -140,7 +148,7 @@ class SessionService:
         settle: Callable[[bool], int],
         reply: Reply,
     ) -> None:
-        """Write the session to the SSD tier, or, without one, leave it to the memory tier.
+        """Write the session to where placement puts it; without a tier for it, leave it to the memory tier.
 
         `before()` runs first, on the worker: it waits for what the pages depend on. `settle(success)` runs in
         the calling thread when the writing is over: it releases what the engine holds and, on success, frees
@@ -148,8 +156,11 @@ class SessionService:
 
         Raises:
             SessionBusy: another job of the session runs; nothing was changed.
+            QuotaExceeded: its tenant would pass its quota; nothing was changed.
         """
         self._refuse_if_busy(session)
+        size = len(page_hashes) * self.layout.page_bytes
+        self._tenants.require_room(session, size)
         snapshot = Snapshot(
             namespace=self.namespace,
             digest=session.digest,
@@ -160,70 +171,99 @@ class SessionService:
             page_hashes=page_hashes,
         )
         start = self._clock()
-        replaced = session.paused
-        future = self._pausers.submit(self._transfers.write, snapshot, source, replaced, before)
+        future = self._pausers.submit(
+            self._transfers.write,
+            snapshot,
+            source,
+            session.paused,
+            before,
+            to_memory=size <= self._config.placement.memory_max_bytes,
+        )
         session.state = State.PAUSING
 
         def complete() -> Body:
             error = future.exception()
-            report: PauseReport | None = None
             if error is None:
-                session.paused, report = future.result()
+                session.paused = future.result().copy
             self._rest(session, snapshot.namespace, paused=error is None)
             freed = settle(session.state is State.PAUSED)
             if error is not None:
                 self.counters.pauses_failed += 1
                 raise error
-            if session.state is State.PAUSED:
-                session.branches = []
-            self.counters.pauses += 1
-            return self.describe(session) | {
-                "already_paused": False,
-                "device_tokens_freed": freed,
-                "chunks_written": report.chunks_written if report is not None else 0,
-                "chunks_kept": report.chunks_kept if report is not None else 0,
-                "elapsed_ms": self._elapsed_ms(start),
-            }
+            return self._paused(session, snapshot, future.result(), freed, self._clock() - start)
 
         self._jobs.begin(Job(session.digest, future, complete, reply))
 
-    def resume(self, session: Session, *, hold: bool, reply: Reply) -> None:
-        """Bring a paused session to memory. With `hold`, a request waits: pages stay pinned until it has run.
+    def _paused(
+        self, session: Session, snapshot: Snapshot, written: Written, freed: int, seconds: float
+    ) -> Body:
+        if session.state is State.PAUSED:
+            session.branches = []
+            session.in_memory = False
+            if session.rests_in_memory:
+                self._upkeep.rests(snapshot)
+        self.counters.pauses += 1
+        report = written.report
+        return describe(session) | {
+            "already_paused": False,
+            "device_tokens_freed": freed,
+            "chunks_written": report.chunks_written if report is not None else 0,
+            "chunks_kept": report.chunks_kept if report is not None else 0,
+            "not_written": dict(written.failed),
+            "elapsed_ms": round(1000 * seconds, 3),
+        }
+
+    def resume(self, key: SessionKey, *, hold: bool, reply: Reply) -> None:
+        """Bring a paused session to memory; the shared tier is asked for one that is not known here.
+
+        With `hold`, a request waits: pages stay pinned until it has run.
 
         Raises:
             SessionBusy: another job of the session runs; nothing was changed.
         """
+        known = self.registry.find(key.digest)
+        session = known or Session(key.digest, key.session_id, key.salted, state=State.PAUSED)
         self._refuse_if_busy(session)
         start = self._clock()
         deadline = start + self._config.session.hold_deadline_s
-        future = self._resumers.submit(
-            self._transfers.restore, session.digest, session.paused, self.namespace, deadline
-        )
+        future = self._resumers.submit(self._transfers.restore, key, session.paused, self.namespace, deadline)
         before, session.state = session.state, State.RESUMING
 
         def complete() -> Body:
             if session.state is State.RESUMING:
                 session.state = before
             report = future.result()
-            self._account(session, report)
+            self._account(session, report, self._clock() - start)
+            self._learn(session, report)
             if hold:
-                self._end_lease(session.digest)
-                self._leases[session.digest] = _Lease(
-                    self._clock() + self._config.session.hold_deadline_s, report
-                )
+                self._end_hold(key.digest)
+                self._holds[key.digest] = _Hold(self._clock() + self._config.session.hold_deadline_s, report)
             else:
                 report.release()
-            return self.describe(session) | {
+            return describe(session) | {
                 "restored_tokens": report.tokens,
                 "recompute_tokens": max(0, session.tokens - report.tokens),
                 "bytes_read": report.bytes_read,
-                "restored_from": self._origin(session, report),
+                "restored_from": report.origin or (self.memory.name if report.tokens else "nowhere"),
                 "missing_chunks": report.missing_chunks,
                 "reason": report.cut,
-                "elapsed_ms": self._elapsed_ms(start),
+                "elapsed_ms": round(1000 * (self._clock() - start), 3),
             }
 
-        self._jobs.begin(Job(session.digest, future, complete, reply))
+        self._jobs.begin(Job(key.digest, future, complete, reply))
+
+    def _learn(self, session: Session, report: RestoreReport) -> None:
+        """What a restore found out about the stored copy: that it is newer, elsewhere, or gone."""
+        if session.state not in (State.PAUSED, State.STALE):
+            return
+        manifest = report.manifest
+        if manifest is not None and manifest.namespace == self.namespace:
+            session.paused = PausedCopy.of(manifest, *report.tiers)
+            session.state = State.PAUSED
+            session.in_memory = report.tokens > 0
+            self.registry.add(session)
+        elif session.state is State.PAUSED and report.miss == "missing" and not session.rests_in_memory:
+            self.registry.remove(session.digest)  # no tier has it: what is listed must be there
 
     def forget(
         self,
@@ -242,8 +282,11 @@ class SessionService:
             SessionBusy: another job of the session runs; nothing was changed.
         """
         self._refuse_if_busy(session)
-        self._end_lease(session.digest)
-        future = self._pausers.submit(self._transfers.delete, session.digest, drop)
+        self._end_hold(session.digest)
+        self._upkeep.wakes(session.digest)
+        future = self._pausers.submit(
+            self._transfers.delete, session.digest, self.namespace, session.paused, drop
+        )
 
         def complete() -> Body:
             freed_bytes = future.result()
@@ -258,55 +301,131 @@ class SessionService:
 
         self._jobs.begin(Job(session.digest, future, complete, reply))
 
+    def move(self, session: Session, target: str, reply: Reply) -> None:
+        """Put a paused session into one tier, and nowhere else.
+
+        Raises:
+            SessionBusy: it is not paused, or another job of it runs.
+            KrulError: no such tier.
+        """
+        paused = self._paused_copy(session, "moved")
+        if target not in self.store.names:
+            raise KrulError(
+                f"there is no tier {target!r} here: expected one of {', '.join(self.store.names) or 'none'}"
+            )
+        start = self._clock()
+        future = self._pausers.submit(
+            self._transfers.move, session.digest, self.namespace, paused.tiers, target
+        )
+
+        def complete() -> Body:
+            copy = future.result()
+            if session.paused is paused:
+                session.paused = copy
+            return describe(session) | {"elapsed_ms": round(1000 * (self._clock() - start), 3)}
+
+        self._jobs.begin(Job(session.digest, future, complete, reply))
+
+    def export(self, session: Session, path: Path, reply: Reply) -> None:
+        """Write a paused session to a file.
+
+        Raises:
+            SessionBusy: it is not paused, or another job of it runs.
+        """
+        paused = self._paused_copy(session, "exported")
+        future = self._resumers.submit(self._transfers.export, session.digest, paused, self.namespace, path)
+
+        def complete() -> Body:
+            manifest = future.result()
+            return describe(session) | {"exported_tokens": manifest.stored_tokens}
+
+        self._jobs.begin(Job(session.digest, future, complete, reply))
+
+    def take_in(self, path: Path, reply: Reply) -> None:
+        """Store the session of an exported file; it is a paused session of this server then."""
+        future = self._pausers.submit(self._transfers.take_in, path, self.namespace)
+
+        def complete() -> Body:
+            manifest, tier = future.result()
+            session = self.registry.add(as_session(manifest, tier))
+            if session.state is State.PAUSED:
+                session.paused = PausedCopy.of(manifest, tier)
+            return describe(session)
+
+        self._jobs.begin(Job("", future, complete, reply))
+
+    # ---- what other servers did ----
+
+    def locate(self, key: SessionKey, then: Callable[[Session], None], reply: Reply) -> None:
+        """Go on with the session of `key`, which the shared tier may know if this server does not.
+
+        `then` runs now or in a later `poll`; a KrulError it raises is answered.
+
+        Raises:
+            UnknownSession: it is not known, and there is no shared tier to ask.
+        """
+        known = self.registry.find(key.digest)
+        if known is not None or self.store.shared is None:
+            then(known or self.registry.get(key))
+            return
+        future = self._resumers.submit(self._transfers.find, key.digest, None, self.namespace)
+
+        def complete() -> Body | None:
+            manifest, tiers, why = future.result()
+            if manifest is None:
+                if why[0] == "missing":
+                    self.registry.get(key)  # raises what is to be said
+                raise UnknownSession(f"session {key.session_id!r} is not known here, and {why[1]}")
+            session = as_session(manifest, tiers[0].name)
+            session.key = key
+            then(self.registry.add(session))
+            return None
+
+        self._jobs.begin(Job("", future, complete, reply))
+
+    def refresh(self, reply: Reply, then: Callable[[], Body]) -> None:
+        """Look what other servers paused, then answer with `then()`; at once without a shared tier."""
+        future = self._upkeep.look_around()
+        if future is None:
+            reply(then())
+            return
+        self._jobs.begin(Job("", future, then, reply))
+
+    # ---- views ----
+
     def describe(self, session: Session) -> Body:
         """The session as the API shows it."""
-        paused = session.paused
-        resting = session.state is not State.ACTIVE
-        return {
-            "session_id": session.session_id,
-            "salted": session.salted,
-            "state": session.state.value,
-            "tokens": session.tokens,
-            "stored_tokens": paused.stored_tokens if paused else 0,
-            "bytes_raw": paused.raw_bytes if paused else 0,
-            "bytes_stored": paused.stored_bytes if paused else 0,
-            "tier": paused.tier if paused and resting else "device",
-            "exact": paused.exact if paused else True,
-            "corrupt_chunks": session.corrupt_chunks,
-            "last_used": session.last_used,
-        }
+        return describe(session)
 
     def overview(self) -> Body:
         """All sessions, the tiers and the counters."""
-        tiers = [self.memory] if self._ssd is None else [self.memory, self._ssd]
-        return {
-            "sessions": [self.describe(session) for session in self.registry],
-            "tiers": {tier.name: tier.usage()._asdict() for tier in tiers},
-            "counters": asdict(self.counters),
-            "namespace": self.namespace,
-        }
+        return overview(self.registry, self.memory, self.store, self.counters, self.namespace)
 
     def poll(self) -> None:
-        """Answer what the workers are done with. Never blocks."""
-        if self._leases:
+        """Answer what the workers are done with, and begin what is due. Never blocks."""
+        if self._holds:
             now = self._clock()
-            for digest in [digest for digest, lease in self._leases.items() if lease.until < now]:
-                self._end_lease(digest)
+            for digest in [digest for digest, hold in self._holds.items() if hold.until < now]:
+                self._end_hold(digest)
         self._jobs.poll()
+        if self._upkeep.poll():
+            self.counters.evictions = self.memory.evictions
+            self._upkeep.publish(self._metrics)
 
     def close(self) -> None:
         """Stop the workers; a pause under way is finished first."""
         self._transfers.stop.set()
-        for digest in list(self._leases):
-            self._end_lease(digest)
+        for digest in list(self._holds):
+            self._end_hold(digest)
+        self._upkeep.close()
         self._pausers.close()
         self._resumers.close()
         self._transfers.close()
 
     def check(self) -> list[str]:
         """Problems found: empty when sound."""
-        problems = self.registry.check() + self.memory.check()
-        return problems + (self._ssd.check() if self._ssd is not None else [])
+        problems = self.registry.check() + self.memory.check() + self.store.check()
+        return problems + ([] if self.working else self._transfers.exclusive.check())
 
     # ---- small things ----
 
@@ -320,7 +439,7 @@ class SessionService:
         session.state = State.PAUSED if paused else State.ACTIVE
         if namespace == self.namespace:
             return
-        if session.paused is None or session.paused.tier == self.memory.name:
+        if session.paused is None or session.rests_in_memory:
             self.registry.remove(session.digest)
             session.state = State.ACTIVE
         else:
@@ -333,22 +452,34 @@ class SessionService:
                 "try again when that is done"
             )
 
-    def _account(self, session: Session, report: RestoreReport) -> None:
+    def _paused_copy(self, session: Session, verb: str) -> PausedCopy:
+        """The stored copy of a session that rests in a tier."""
+        self._refuse_if_busy(session)
+        if session.state is not State.PAUSED or session.paused is None or session.rests_in_memory:
+            raise SessionBusy(
+                f"session {session.session_id!r} can't be {verb}: it is {session.state.value} and not stored "
+                "outside memory. Pause it first (with ssd or redis configured)."
+            )
+        return session.paused
+
+    def _account(self, session: Session, report: RestoreReport, seconds: float) -> None:
         session.corrupt_chunks += report.corrupt_chunks
         self.counters.resumes += 1
         self.counters.restored_tokens += report.tokens
         self.counters.corrupt_chunks += report.corrupt_chunks
         self.counters.missing_chunks += report.missing_chunks
+        if session.paused is None and report.manifest is None:
+            return  # a new chat: nobody expected to find it
+        if report.miss and not session.rests_in_memory:
+            self.counters.holes += 1
+            self._metrics.miss(report.miss)
+        elif report.tokens:
+            self._metrics.hit()
+        self._metrics.restored(
+            report.origin or self.memory.name, seconds, report.tokens, max(0, session.tokens - report.tokens)
+        )
 
-    def _origin(self, session: Session, report: RestoreReport) -> str:
-        if report.bytes_read and session.paused is not None:
-            return session.paused.tier
-        return self.memory.name if report.tokens else "nowhere"
-
-    def _elapsed_ms(self, start: float) -> float:
-        return round(1000 * (self._clock() - start), 3)
-
-    def _end_lease(self, digest: str) -> None:
-        lease = self._leases.pop(digest, None)
-        if lease is not None:
-            lease.report.release()
+    def _end_hold(self, digest: str) -> None:
+        hold = self._holds.pop(digest, None)
+        if hold is not None:
+            hold.report.release()

@@ -1,100 +1,383 @@
-"""What the workers do for a verb: write, restore, delete. Blocks on I/O; knows tiers, not states."""
+"""What the workers do for a verb: write, restore, move, delete. Blocks on I/O; knows tiers, not states.
+
+Whatever changes a session's stored copy runs alone for that session (`Exclusive`), and in a shared tier under
+a lease; reading is always allowed.
+"""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from array import array
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
 from threading import Event
 
 from sgl_krul.config import Config
-from sgl_krul.errors import Corrupt, StoreError
+from sgl_krul.errors import Corrupt, LeaseHeld, StoreError, StoreFull, StoreUnavailable
 from sgl_krul.layout import KvLayout
+from sgl_krul.metrics import MetricsSink
 from sgl_krul.pause.memory_only import keep_in_memory
 from sgl_krul.pause.pipeline import PageSource, PauseReport, Snapshot, write_session
 from sgl_krul.restore.pipeline import Restorer, RestoreReport
-from sgl_krul.session.catalog import delete_everywhere, delete_session, read_manifest
-from sgl_krul.session.registry import PausedCopy
+from sgl_krul.service.archive import export_session, import_session
+from sgl_krul.service.exclusive import Exclusive
+from sgl_krul.service.mover import copy_session
+from sgl_krul.session.catalog import (
+    Catalog,
+    delete_everywhere,
+    delete_session,
+    find_shared,
+    read_manifest,
+)
+from sgl_krul.session.record import Manifest, SessionKey, manifest_key, session_prefix
+from sgl_krul.session.registry import MEMORY, PausedCopy
 from sgl_krul.store.memory import MemoryTier
 from sgl_krul.store.tier import CheckedTier
+from sgl_krul.store.tiered import TieredStore
 from sgl_krul.store.workers import Workers
 
-__all__ = ["Transfers"]
+__all__ = ["HashPages", "Transfers", "Written"]
 
 logger = logging.getLogger(__name__)
 
+HashPages = Callable[[SessionKey, "array[int]"], tuple[str, ...]]
+_REMOTE_LOADERS = 4  # they wait for a network most of the time
+
+
+@dataclass(frozen=True)
+class Written:
+    """What a pause left: the copy, what was done for it, and the tiers that failed, with why."""
+
+    copy: PausedCopy
+    report: PauseReport | None = None
+    failed: Mapping[str, str] = field(default_factory=dict)
+
 
 class Transfers:
-    """Sessions to and from the tiers. `stop` ends restores early, when the server goes down."""
+    """Sessions to and from the tiers. `stop` ends restores and background moves early, at shutdown.
+
+    `hash_pages(key, token_ids)` gives the chained hashes of all full pages, as the server itself names them.
+    """
 
     def __init__(
         self,
         config: Config,
         layout: KvLayout,
         memory: MemoryTier,
-        ssd: CheckedTier | None,
+        store: TieredStore,
+        hash_pages: HashPages,
+        metrics: MetricsSink,
         clock: Callable[[], float],
         now: Callable[[], float],
     ) -> None:
         self.stop = Event()
+        self.exclusive = Exclusive()
         self._config = config
         self._layout = layout
-        self._memory = memory
-        self._ssd = ssd
+        self.memory = memory
+        self.store = store
+        self._hash_pages = hash_pages
+        self._metrics = metrics
         self._clock = clock
         self._now = now
-        self._loaders = Workers("load", config.restore.workers)
+        self._ahead = max(config.restore.workers, _REMOTE_LOADERS if store.shared is not None else 1)
+        self._loaders = Workers("load", self._ahead)
+        self._shared_seen: dict[str, float] = {}
+
+    # ---- pause ----
 
     def write(
-        self, snapshot: Snapshot, source: PageSource, replaced: PausedCopy | None, before: Callable[[], None]
-    ) -> tuple[PausedCopy, PauseReport | None]:
-        """Pause: chunks, then the manifest; then a copy under an older namespace goes.
+        self,
+        snapshot: Snapshot,
+        source: PageSource,
+        replaced: PausedCopy | None,
+        before: Callable[[], None],
+        *,
+        to_memory: bool = False,
+    ) -> Written:
+        """Pause: chunks, then the manifest; then older copies elsewhere go.
 
         Raises:
-            StoreFull, StoreUnavailable: nothing changed.
+            StoreFull, StoreUnavailable, LeaseHeld: nothing changed.
         """
         before()
-        if self._ssd is None:
-            stored = keep_in_memory(snapshot, source, self._memory, self._config.chunk.tokens)
-            return PausedCopy.in_memory(
-                snapshot.namespace, snapshot.layout, snapshot.token_ids, stored, self._now()
-            ), None
-        report = write_session(
-            snapshot, source, self._ssd, chunk_tokens=self._config.chunk.tokens, now=self._now
+        with self.exclusive.hold(snapshot.digest):
+            written = None
+            if to_memory or not self.store:
+                written = self._keep(snapshot, source, optional=to_memory and bool(self.store))
+            if written is None:
+                written = self._write_to_tiers(snapshot, source, replaced)
+            self._drop_older(snapshot, replaced, written.copy.tiers)
+            return written
+
+    def _keep(self, snapshot: Snapshot, source: PageSource, *, optional: bool) -> Written | None:
+        """Pause to memory. If `optional`, None when memory hasn't room for the whole session."""
+        try:
+            stored = keep_in_memory(snapshot, source, self.memory, self._config.chunk.tokens)
+        except StoreFull:
+            if optional:
+                return None
+            raise
+        if optional and stored < len(snapshot.page_hashes) * self._layout.page_size:
+            return None
+        return Written(
+            PausedCopy.in_memory(snapshot.namespace, snapshot.layout, snapshot.token_ids, stored, self._now())
         )
-        if replaced is not None and replaced.namespace != snapshot.namespace:
+
+    def _write_to_tiers(self, snapshot: Snapshot, source: PageSource, replaced: PausedCopy | None) -> Written:
+        size = len(snapshot.page_hashes) * self._layout.page_bytes
+        kept = replaced if replaced is not None and replaced.namespace == snapshot.namespace else None
+        held = {} if kept is None else dict.fromkeys(kept.tiers, kept.stored_bytes)
+        targets = self.store.targets(size, held)
+        moment, generation = self._now(), 1 if kept is None else kept.generation + 1
+        reports: dict[str, PauseReport] = {}
+        failed: dict[str, StoreError] = {}
+        for tier in (*targets, *self.store.others(targets)):
+            if reports and tier not in targets:
+                break  # those are for when all targets failed
+            start = self._clock()
             try:
-                delete_session(self._ssd, replaced.namespace, snapshot.digest)
-            except StoreError as error:  # the new copy is committed; the old one goes by its TTL
-                logger.warning("krul: an older copy of %s stays: %s", snapshot.digest[:12], error)
-        return PausedCopy.of(report.manifest, self._ssd.name), report
+                with self.store.leased(session_prefix(snapshot.namespace, snapshot.digest), tier):
+                    report = write_session(
+                        snapshot,
+                        source,
+                        tier,
+                        chunk_tokens=self._config.chunk.tokens,
+                        now=lambda: moment,
+                        generation=generation,
+                    )
+            except (StoreFull, StoreUnavailable, LeaseHeld) as error:
+                failed[tier.name] = error
+                self._metrics.put_failed(tier.name)
+                if isinstance(error, LeaseHeld):
+                    break  # another server pauses this very session: whoever asked should know
+                continue
+            reports[tier.name] = report
+            self._metrics.paused(tier.name, self._clock() - start, report.bytes_written)
+            generation = report.manifest.generation
+        if not reports:
+            raise _worst(failed)
+        first = next(iter(reports.values()))
+        return Written(
+            PausedCopy.of(first.manifest, *reports),
+            first,
+            {name: str(error) for name, error in failed.items()},
+        )
+
+    def _drop_older(self, snapshot: Snapshot, replaced: PausedCopy | None, written: Sequence[str]) -> None:
+        """Delete what the new copy replaces and did not overwrite, in every tier within reach."""
+        if replaced is not None and replaced.namespace != snapshot.namespace:
+            for tier in self.store.choose(replaced.tiers):
+                self._delete_quietly(tier, replaced.namespace, snapshot.digest)
+        for tier in self.store.others(self.store.choose(written)):
+            self._delete_quietly(tier, snapshot.namespace, snapshot.digest)
+
+    def _delete_quietly(self, tier: CheckedTier, namespace: str, digest: str) -> None:
+        prefix = session_prefix(namespace, digest)
+        try:
+            if any(tier.scan(prefix)):
+                with self.store.leased(prefix, tier):
+                    delete_session(tier, namespace, digest)
+        except StoreError as error:  # what matters is committed; the old copy goes by its TTL
+            logger.warning("krul: an older copy of %s stays in %s: %s", digest[:12], tier.name, error)
+
+    # ---- restore ----
 
     def restore(
-        self, digest: str, paused: PausedCopy | None, namespace: str, deadline: float
+        self, key: SessionKey, paused: PausedCopy | None, namespace: str, deadline: float
     ) -> RestoreReport:
-        """Bring what `paused` names to memory, if of `namespace`. What is wrong shortens the restore."""
-        if self._ssd is None or paused is None or paused.tier != self._ssd.name:
-            return RestoreReport(cut="nothing is stored outside memory")
-        if paused.namespace != namespace:
-            return RestoreReport(cut="stored for another model, dtype, page size or weight version")
-        try:
-            manifest = read_manifest(self._ssd, paused.namespace, digest)
-        except Corrupt as error:
-            return RestoreReport(corrupt_chunks=1, cut=f"corrupt manifest ({error})")
-        except StoreError as error:
-            return RestoreReport(cut=f"store unavailable ({error})")
+        """Bring the session to memory, if stored under `namespace`. What is wrong shortens the restore."""
+        report = RestoreReport()
+        manifest, tiers, why = self.find(key.digest, paused, namespace)
         if manifest is None:
-            return RestoreReport(missing_chunks=1, cut="the manifest has gone")
-        ahead = self._config.restore.workers
-        restorer = Restorer(self._ssd, self._memory, self._layout, self._loaders, ahead=ahead)
-        return restorer.run(manifest, deadline=deadline, clock=self._clock, cancelled=self.stop)
+            report.end(*why)
+            report.corrupt_chunks = int(report.miss == "corrupt")
+            report.missing_chunks = int(report.miss == "missing" and paused is not None)
+            if report.missing_chunks:
+                self._sweep(key.digest, namespace, paused)
+            return report
+        if manifest.hashes != self._hash_pages(key, manifest.token_array):
+            report.corrupt_chunks = 1
+            report.end("corrupt", "corrupt manifest (identity: its page hashes are not those of its tokens)")
+            return report
+        self.store.touch([manifest_key(namespace, key.digest), *(chunk.key for chunk in manifest.chunks)])
+        restorer = Restorer(
+            [*tiers, *self.store.others(tiers)],
+            self.memory,
+            self._layout,
+            self._loaders,
+            ahead=self._ahead,
+        )
+        report = restorer.run(manifest, deadline=deadline, clock=self._clock, cancelled=self.stop)
+        report.tiers = tuple(tier.name for tier in tiers)
+        return report
 
-    def delete(self, digest: str, drop: Callable[[], None]) -> int:
-        """Bytes freed. Also what no manifest names (a failed pause), and copies under other namespaces."""
-        freed = 0 if self._ssd is None else delete_everywhere(self._ssd, digest)[1]
-        drop()
+    def _sweep(self, digest: str, namespace: str, paused: PausedCopy | None) -> None:
+        """Without its manifest a session is only orphans; those of the shared tier end by themselves."""
+        for tier in self.store.choose(paused.tiers if paused is not None else ()):
+            if not self.store.is_shared(tier):
+                self._delete_quietly(tier, namespace, digest)
+
+    def find(
+        self, digest: str, paused: PausedCopy | None, namespace: str
+    ) -> tuple[Manifest | None, list[CheckedTier], tuple[str, str]]:
+        """The newest manifest of a session, the tiers that have it, and (word, sentence) why there is none.
+
+        Of a session this server does not know (`paused` None) the shared tier is asked.
+        """
+        if paused is not None and paused.namespace != namespace and self.store.shared is None:
+            return None, [], ("stale", "stored for another model, dtype, page size or weight version")
+        if not self.store or (paused is not None and paused.tiers == (MEMORY,)):
+            return None, [], ("missing", "nothing is stored outside memory")
+        found: list[tuple[Manifest, CheckedTier]] = []
+        why = ("missing", "the manifest has gone")
+        for tier in self._places_of(paused, namespace):
+            try:
+                manifest = read_manifest(tier, namespace, digest)
+            except Corrupt as error:
+                why = ("corrupt", f"corrupt manifest ({error})")
+                continue
+            except StoreError as error:
+                why = why if why[0] == "corrupt" else ("unavailable", f"store unavailable ({error})")
+                continue
+            if manifest is not None:
+                found.append((manifest, tier))
+        if not found:
+            return None, [], why
+        newest = max((manifest for manifest, _ in found), key=lambda manifest: manifest.paused_at)
+        return newest, [tier for manifest, tier in found if manifest == newest], ("", "")
+
+    def _places_of(self, paused: PausedCopy | None, namespace: str) -> tuple[CheckedTier, ...]:
+        """Where to look: where it was put; the shared tier for what another server may have put there."""
+        if paused is None or paused.namespace != namespace:
+            return () if self.store.shared is None else (self.store.shared,)
+        return self.store.choose(paused.tiers)
+
+    # ---- moves ----
+
+    def move(self, digest: str, namespace: str, sources: Sequence[str], target: str) -> PausedCopy:
+        """Copy a paused session to `target`, then delete it from `sources`. Stops when a verb wants it.
+
+        Raises:
+            Missing, Corrupt: nothing (whole) is left of it in `sources`.
+            StoreFull, StoreUnavailable, LeaseHeld, Stopped: it is where it was.
+        """
+        destination = self.store.tier(target)
+        tiers = [tier for tier in self.store.choose(sources) if tier is not destination]
+        with self.exclusive.hold(digest):
+            manifest, holders, why = self._find_in([*tiers, destination], digest, namespace)
+            if manifest is None:
+                raise StoreUnavailable(f"session {digest[:12]} can't be read: {why[1]}")
+            if destination not in holders:
+                with self.store.leased(session_prefix(namespace, digest), destination):
+                    manifest = copy_session(
+                        manifest,
+                        holders[0],
+                        destination,
+                        stopped=lambda: self.stop.is_set() or self.exclusive.wanted(digest),
+                    ).manifest
+            for tier in tiers:
+                self._delete_quietly(tier, namespace, digest)
+        return PausedCopy.of(manifest, target)
+
+    def _find_in(
+        self, tiers: Sequence[CheckedTier], digest: str, namespace: str
+    ) -> tuple[Manifest | None, list[CheckedTier], tuple[str, str]]:
+        names = tuple(tier.name for tier in tiers)
+        known = PausedCopy(names, namespace, 1, 0, 0, 0, 0, True, 0.0)
+        return self.find(digest, known, namespace)
+
+    def export(self, digest: str, paused: PausedCopy, namespace: str, path: Path) -> Manifest:
+        """Write a paused session to a file.
+
+        Raises:
+            StoreUnavailable, Missing, Corrupt: no file was left.
+        """
+        manifest, tiers, why = self.find(digest, paused, namespace)
+        if manifest is None:
+            raise StoreUnavailable(f"session {digest[:12]} can't be exported: {why[1]}")
+        sources = [*tiers, *self.store.others(tiers)]
+        return export_session(manifest, sources, path, stopped=self.stop.is_set).manifest
+
+    def take_in(self, path: Path, namespace: str) -> tuple[Manifest, str]:
+        """Store the session of an exported file; returns its manifest and the tier that took it.
+
+        Raises:
+            BadArchive, StoreFull, StoreUnavailable, LeaseHeld: nothing changed.
+        """
+        if not self.store:
+            raise StoreUnavailable("this server has no tier outside memory: configure ssd or redis to import")
+        tier = self.store.targets(path.stat().st_size if path.is_file() else 0, {})[0]
+
+        @contextmanager
+        def alone(digest: str) -> Iterator[None]:
+            with self.exclusive.hold(digest), self.store.leased(session_prefix(namespace, digest), tier):
+                yield
+
+        manifest = import_session(
+            path, tier, namespace=namespace, now=self._now, stopped=self.stop.is_set, hold=alone
+        )
+        return manifest, tier.name
+
+    # ---- the rest ----
+
+    def discover(self, namespace: str) -> tuple[Catalog, frozenset[str], str]:
+        """What is new in the shared tier, the digests of all that is there, and the tier's name.
+
+        Raises:
+            StoreUnavailable
+        """
+        shared = self.store.shared
+        if shared is None:
+            return Catalog(), frozenset(), ""
+        self.store.refresh()
+        catalog, self._shared_seen = find_shared(shared, namespace, self._shared_seen)
+        return catalog, frozenset(self._shared_seen), shared.name
+
+    def forget_seen(self) -> None:
+        """The namespace changed: manifests of the shared tier are read anew."""
+        self._shared_seen = {}
+
+    def delete(self, digest: str, namespace: str, paused: PausedCopy | None, drop: Callable[[], None]) -> int:
+        """Delete a session, then `drop()`; returns the bytes freed.
+
+        On the server's own disk also what no manifest names, and copies under other namespaces; in the shared
+        tier those of this namespace only: others belong to servers of other models.
+
+        Raises:
+            StoreUnavailable, LeaseHeld: what is left is found by the next call.
+        """
+        freed = 0
+        with self.exclusive.hold(digest):
+            for tier in self.store.tiers:
+                try:
+                    freed += self._delete_from(tier, digest, namespace)
+                except StoreError as error:
+                    if paused is None or tier.name in paused.tiers:
+                        raise
+                    logger.warning("krul: %s was not asked to delete %s: %s", tier.name, digest[:12], error)
+            drop()
         return freed
+
+    def _delete_from(self, tier: CheckedTier, digest: str, namespace: str) -> int:
+        if not self.store.is_shared(tier):
+            return delete_everywhere(tier, digest)[1]
+        prefix = session_prefix(namespace, digest)
+        with self.store.leased(prefix, tier):
+            return delete_session(tier, namespace, digest)[1]
 
     def close(self) -> None:
         """Stop the loaders."""
         self.stop.set()
         self._loaders.close()
+
+
+def _worst(failed: Mapping[str, StoreError]) -> StoreError:
+    """The one failure to tell of: a lease first, a full tier before one that is out of reach."""
+    for kind in (LeaseHeld, StoreFull, StoreError):
+        for error in failed.values():
+            if isinstance(error, kind):
+                return error
+    raise AssertionError("nothing failed")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from sgl_krul.errors import Corrupt, StoreError
@@ -17,10 +18,12 @@ from sgl_krul.store.tier import Tier
 
 __all__ = [
     "Catalog",
+    "as_session",
     "delete_everywhere",
     "delete_quietly",
     "delete_session",
     "find_sessions",
+    "find_shared",
     "read_manifest",
     "sweep_session",
 ]
@@ -87,16 +90,48 @@ def _enter(
         return
     if own:
         catalog.orphans += sweep_session(tier, manifest)
-    catalog.sessions.append(
-        Session(
-            digest=digest,
-            session_id=manifest.session_id,
-            salted=manifest.salted,
-            state=State.PAUSED if own else State.STALE,
-            paused=PausedCopy.of(manifest, tier.name),
-            last_used=manifest.paused_at,
-        )
+    catalog.sessions.append(as_session(manifest, tier.name, State.PAUSED if own else State.STALE))
+
+
+def as_session(manifest: Manifest, tier: str, state: State = State.PAUSED) -> Session:
+    """The session that `manifest`, found in `tier`, tells of."""
+    return Session(
+        digest=manifest.digest,
+        session_id=manifest.session_id,
+        salted=manifest.salted,
+        state=state,
+        paused=PausedCopy.of(manifest, tier),
+        last_used=manifest.paused_at,
     )
+
+
+def find_shared(tier: Tier, namespace: str, seen: Mapping[str, float]) -> tuple[Catalog, dict[str, float]]:
+    """The sessions that any server has paused into a shared tier under this namespace.
+
+    `seen` (digest -> time of the manifest) is what an earlier call found: manifests that did not change are
+    not read again. Returns those that did, and the new `seen`. Nothing is swept here: what looks like an
+    orphan may be a pause of another server under way; and other namespaces are other servers' affair.
+
+    Raises:
+        StoreUnavailable
+    """
+    catalog, now_seen = Catalog(), {}
+    for entry in tier.scan(f"v{FORMAT_VERSION}/{namespace}/"):
+        parts = entry.key.split("/")
+        if len(parts) != 4 or parts[3] != "manifest":
+            continue
+        digest = parts[2]
+        now_seen[digest] = entry.modified
+        if seen.get(digest) == entry.modified:
+            continue
+        try:
+            manifest = read_manifest(tier, namespace, digest)
+        except Corrupt:
+            catalog.corrupt += 1  # left alone: the next pause replaces it, or its life time ends
+            continue
+        if manifest is not None:
+            catalog.sessions.append(as_session(manifest, tier.name))
+    return catalog, now_seen
 
 
 def sweep_session(tier: Tier, manifest: Manifest) -> int:

@@ -167,6 +167,13 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         return len(self.token_ids) // 4
 
     @property
+    def token_array(self) -> array[int]:
+        """The token ids."""
+        token_ids = array("i")
+        token_ids.frombytes(self.token_ids)
+        return array("q", token_ids)
+
+    @property
     def stored_tokens(self) -> int:
         """Leading tokens whose KV is stored."""
         return sum(chunk.tokens for chunk in self.chunks)
@@ -215,6 +222,13 @@ def decode_manifest(data: bytes, *, namespace: str, digest: str) -> Manifest:
     return manifest
 
 
+def _are_tokens(data: bytes) -> bool:
+    """Whether these are int32, not too many, and none negative."""
+    if len(data) % 4 or len(data) // 4 > MAX_TOKENS:
+        return False
+    return min(memoryview(data).cast("i"), default=0) >= 0
+
+
 def _hashes_agree(manifest: Manifest) -> bool:
     end = 0
     for chunk in manifest.chunks:
@@ -231,7 +245,7 @@ def _check_consistent(manifest: Manifest) -> None:
     problem = None
     if not 1 <= manifest.page_size <= 1 << 16:
         problem = f"page size {manifest.page_size}"
-    elif len(manifest.token_ids) % 4 or manifest.tokens > MAX_TOKENS:
+    elif not _are_tokens(manifest.token_ids):
         problem = f"{len(manifest.token_ids)} bytes of token ids"
     elif len(manifest.page_hashes) != 32 * (manifest.tokens // manifest.page_size):
         problem = f"{len(manifest.page_hashes)} bytes of page hashes for {manifest.tokens} tokens"

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
 from sgl_krul.errors import UnknownSession
 from sgl_krul.layout import KvLayout
 from sgl_krul.session.record import Manifest, SessionKey
 
-__all__ = ["PausedCopy", "Registry", "Session", "State"]
+__all__ = ["MEMORY", "PausedCopy", "Registry", "Session", "State"]
 
 
+MEMORY = "memory"  # the one tier a session rests in without a manifest
 MAX_UNPAUSED = 50_000
 MAX_BRANCHES = 8  # older ones leave the device when the tree needs room
 
@@ -30,9 +31,12 @@ class State(StrEnum):
 
 @dataclass(frozen=True)
 class PausedCopy:
-    """What the last manifest of a session says, without its token ids: small, kept for every session."""
+    """What the last manifest of a session says, without its token ids: small, kept for every session.
 
-    tier: str
+    `tiers` are the places that have it, fastest first.
+    """
+
+    tiers: tuple[str, ...]
     namespace: str
     generation: int
     tokens: int
@@ -43,10 +47,10 @@ class PausedCopy:
     paused_at: float
 
     @classmethod
-    def of(cls, manifest: Manifest, tier: str) -> PausedCopy:
-        """The summary of `manifest`, found in `tier`."""
+    def of(cls, manifest: Manifest, *tiers: str) -> PausedCopy:
+        """The summary of `manifest`, found in `tiers`."""
         return cls(
-            tier=tier,
+            tiers=tiers,
             namespace=manifest.namespace,
             generation=manifest.generation,
             tokens=manifest.tokens,
@@ -63,7 +67,23 @@ class PausedCopy:
     ) -> PausedCopy:
         """A session that rests in the memory tier only: no manifest, lost with the server."""
         size = stored_tokens * layout.token_bytes
-        return cls("memory", namespace, 1, len(token_ids), stored_tokens, size, size, True, paused_at)
+        return cls((MEMORY,), namespace, 1, len(token_ids), stored_tokens, size, size, True, paused_at)
+
+    def same_pause(self, other: PausedCopy) -> bool:
+        """Whether both were written by one pause (or are copies of what it wrote)."""
+        mine = (self.namespace, self.generation, self.paused_at)
+        return mine == (other.namespace, other.generation, other.paused_at)
+
+    def joined(self, other: PausedCopy) -> PausedCopy:
+        """What is known after `other` was found too: the later pause counts, in all places that have it."""
+        if self.same_pause(other):
+            return replace(self, tiers=tuple(dict.fromkeys((*self.tiers, *other.tiers))))
+        return self if self.paused_at >= other.paused_at else other
+
+    def without(self, tier: str) -> PausedCopy | None:
+        """The same where `tier` has it no more; None when no place is left."""
+        tiers = tuple(name for name in self.tiers if name != tier)
+        return replace(self, tiers=tiers) if tiers else None
 
 
 @dataclass
@@ -85,6 +105,7 @@ class Session:
     paused: PausedCopy | None = None
     last_used: float = 0.0
     corrupt_chunks: int = 0
+    in_memory: bool = False  # resumed to memory, and nothing has run since
 
     def advance(self, token_ids: array[int], end_hash: str | None, now: float) -> None:
         """A request of this session finished with these tokens: they are its state from now on."""
@@ -93,7 +114,13 @@ class Session:
         self.token_ids = token_ids
         self.end_hash = end_hash
         self.state = State.ACTIVE
+        self.in_memory = False
         self.last_used = now
+
+    @property
+    def rests_in_memory(self) -> bool:
+        """Paused, and nowhere but in the memory tier."""
+        return self.paused is not None and self.paused.tiers == (MEMORY,)
 
     @property
     def tokens(self) -> int:
@@ -160,9 +187,19 @@ class Registry:
             if s.end_hash is not None and s.state is State.ACTIVE and s is not but
         }
 
-    def add(self, session: Session) -> None:
-        """Enter a session found in a store; one that is known already stays."""
-        self._sessions.setdefault(session.digest, session)
+    def add(self, session: Session) -> Session:
+        """Enter a session found in a store; returns it as it is known now.
+
+        One that is known already and not active learns of the copy that was found.
+        """
+        known = self._sessions.setdefault(session.digest, session)
+        if known is session or session.paused is None:
+            return known
+        if known.state is State.PAUSED and session.state is State.PAUSED and known.paused is not None:
+            known.paused = known.paused.joined(session.paused)
+        elif known.state is State.STALE and session.state is State.PAUSED:
+            known.paused, known.state = session.paused, State.PAUSED
+        return known
 
     def remove(self, digest: str) -> None:
         """Forget the session."""

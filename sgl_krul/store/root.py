@@ -19,7 +19,9 @@ __all__ = ["TEMPORARY", "Found", "FsyncLedger", "RootDirectory", "as_store_error
 
 TEMPORARY = ".tmp-"
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
+_GONE = (errno.ENOENT, errno.ENOTDIR, errno.ESTALE)
 _LOCK_POLL_S = 0.05
+_MAX_NOTE_BYTES = 4096
 
 
 def as_store_error(error: OSError, path: Path) -> StoreError:
@@ -52,7 +54,7 @@ class RootDirectory:
         except OSError as error:
             raise StoreUnavailable(str(as_store_error(error, path))) from error
         try:
-            self._lock_fd = os.open(".lock", os.O_RDWR | os.O_CREAT, 0o600, dir_fd=self.fd)
+            self.lock_fd = os.open(".lock", os.O_RDWR | os.O_CREAT, 0o600, dir_fd=self.fd)
         except OSError as error:
             os.close(self.fd)
             raise StoreUnavailable(str(as_store_error(error, path / ".lock"))) from error
@@ -66,26 +68,46 @@ class RootDirectory:
         deadline = time.monotonic() + wait_s
         while True:
             try:
-                fcntl.flock(self._lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                fcntl.flock(self.lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 break
             except BlockingIOError:
                 if time.monotonic() < deadline:
                     time.sleep(_LOCK_POLL_S)
                     continue
-                owner = os.pread(self._lock_fd, 32, 0).decode("ascii", "replace").strip() or "unknown"
+                owner = os.pread(self.lock_fd, 32, 0).decode("ascii", "replace").strip() or "unknown"
                 raise StoreUnavailable(
-                    f"{self.path}: in use by another server (pid {owner}); stop it or choose another root"
+                    f"{self.path}: in use by another server (pid {owner}); "
+                    "stop it, or give this one another ssd.path"
                 ) from None
         try:
-            os.ftruncate(self._lock_fd, 0)
-            os.pwrite(self._lock_fd, f"{os.getpid()}\n".encode("ascii"), 0)
+            os.ftruncate(self.lock_fd, 0)
+            os.pwrite(self.lock_fd, f"{os.getpid()}\n".encode("ascii"), 0)
         except OSError as error:
             if error.errno not in _NO_ROOM:  # a full disk can still be read from; only the pid is not told
                 raise StoreUnavailable(str(as_store_error(error, self.path / ".lock"))) from error
 
+    def gone(self) -> bool:
+        """Whether the path does not lead to the open directory any more.
+
+        Ask only after something failed: one that was moved, or mounted over, goes on working.
+        """
+        try:
+            return not os.path.samestat(os.fstat(self.fd), os.stat(self.path))
+        except OSError as error:
+            return error.errno in _GONE
+
+    def take_over(self, fresh: RootDirectory) -> None:
+        """Become `fresh`, which is closed.
+
+        The descriptors keep their numbers: calls under way may be using them.
+        """
+        os.dup2(fresh.fd, self.fd, inheritable=False)
+        os.dup2(fresh.lock_fd, self.lock_fd, inheritable=False)
+        fresh.close()
+
     def close(self) -> None:
         """Let the lock and the directory go."""
-        os.close(self._lock_fd)
+        os.close(self.lock_fd)
         os.close(self.fd)
 
     def make_parents(self, name: str) -> list[str]:
@@ -117,8 +139,10 @@ class RootDirectory:
         """A descriptor to read the file, or None when there is none."""
         try:
             fd = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=self.fd)
-        except (FileNotFoundError, NotADirectoryError):
-            return None
+        except OSError as error:
+            if error.errno in _GONE:
+                return None
+            raise
         if stat.S_ISDIR(os.fstat(fd).st_mode):
             os.close(fd)
             return None
@@ -134,6 +158,27 @@ class RootDirectory:
             os.fsync(fd)
         finally:
             os.close(fd)
+
+    def read_note(self, name: str) -> bytes | None:
+        """The first 4 KiB of a small file of the tier's own, or None when there is none."""
+        fd = self.open(name)
+        if fd is None:
+            return None
+        try:
+            return os.pread(fd, _MAX_NOTE_BYTES, 0)
+        finally:
+            os.close(fd)
+
+    def write_note(self, name: str, text: bytes) -> None:
+        """Replace such a file as a whole, without an fsync. One at a time."""
+        beside = f"{name}.new"
+        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW
+        fd = os.open(beside, flags, 0o600, dir_fd=self.fd)
+        try:
+            os.write(fd, text)
+        finally:
+            os.close(fd)
+        os.replace(beside, name, src_dir_fd=self.fd, dst_dir_fd=self.fd)
 
     def walk(self) -> Found:
         """Every file whose path is a key, and every temporary. Other files are not ours."""
@@ -180,6 +225,11 @@ class FsyncLedger:
         )
         self.directories.difference_update(directories)
         return files, directories
+
+    def clear(self) -> None:
+        """Forget all of them: the directory has gone."""
+        self.files.clear()
+        self.directories.clear()
 
     def put_back(self, files: Sequence[str], directories: Sequence[str]) -> None:
         """Undo `take` after a failed fsync."""

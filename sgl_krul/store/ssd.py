@@ -3,15 +3,20 @@
 `_names_lock` is held over the short calls that change names (mkdir, create, rename, unlink, rmdir), so no
 directory is removed as empty while a file is being made in it. Bytes are read, written and fsynced without
 it, and `usage` and `scan` ask the index only.
+
+When the root directory was removed, the next call that stumbles over it makes and locks it anew, and the
+objects of before are misses.
 """
 
 from __future__ import annotations
 
+import errno
 import itertools
 import os
 import secrets
 import threading
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
@@ -22,6 +27,7 @@ from sgl_krul.store.index import ObjectIndex
 from sgl_krul.store.object_file import head_bytes, read_at, read_head, write_all
 from sgl_krul.store.root import TEMPORARY, FsyncLedger, RootDirectory, as_store_error
 from sgl_krul.store.tier import Buffer, Entry, TierUsage, byte_view, check_header, check_key, writable_view
+from sgl_krul.store.write_budget import WriteBudget
 
 __all__ = ["FsyncPolicy", "SsdTier"]
 
@@ -32,7 +38,8 @@ class SsdTier:
     """A Tier of files below `root`, for one server at a time.
 
     `capacity_bytes` bounds the files, heads included; while an object is replaced, the old and the new one
-    count. `free_space_floor_bytes` of the file system are left free (0: no floor). `fsync`: "always" file and
+    count. `free_space_floor_bytes` of the file system are left free (0: no floor). `daily_write_bytes` bounds
+    what is written in one day of `now` (unix seconds), in UTC (0: no bound). `fsync`: "always" file and
     directory at each put; "commit" at a put of a key whose last part is "manifest", everything written below
     its directory first; "never". When the fsync of a directory fails after the rename, put raises and the new
     object is in place.
@@ -52,6 +59,8 @@ class SsdTier:
         free_space_floor_bytes: int,
         fsync: FsyncPolicy,
         lock_wait_s: float = 5.0,
+        daily_write_bytes: int = 0,
+        now: Callable[[], float] = time.time,
     ) -> None:
         if capacity_bytes < 1:
             raise ConfigError(f"capacity_bytes {capacity_bytes}: expected at least 1")
@@ -63,6 +72,7 @@ class SsdTier:
         self.free_space_floor_bytes = free_space_floor_bytes
         self.fsync = fsync
         self._index = ObjectIndex(str(root), capacity_bytes)
+        self._budget = WriteBudget(daily_write_bytes, str(root), now)
         self._names_lock = threading.Lock()
         self._idle = threading.Condition()
         self._running = 0  # calls that use the directory
@@ -70,16 +80,15 @@ class SsdTier:
         self._counter = itertools.count()
         self._temporaries: set[str] = set()  # of puts under way
         self._ledger = FsyncLedger()
+        self._openings = 1  # of the directory
         self._directory = RootDirectory(root, lock_wait_s)
         try:
             with self._using(""):
-                found = self._directory.walk()
-                self._directory.remove_temporaries(found.temporaries)
+                self._index.reset(_tidied(self._directory))
+                self._budget.load(self._directory)
         except BaseException:
             self.close()
             raise
-        for entry in found.objects:
-            self._index.set(entry.key, entry)
 
     # -- Tier --
 
@@ -90,8 +99,14 @@ class SsdTier:
         head = head_bytes(check_header(header), sum(view.nbytes for view in body))
         views = [memoryview(head), *body]
         total = sum(view.nbytes for view in views)
-        with self._using(key), self._index.claimed(total, self._spare_bytes()):
-            self._write(key, views, total)
+        with self._using(key):
+            openings = self._openings
+            try:
+                self._put(key, views, total)
+            except OSError as error:
+                if error.errno not in (errno.ENOENT, errno.ESTALE) or not self._reopened(openings):
+                    raise
+                self._put(key, views, total)
         return total
 
     def read_header(self, key: str) -> bytes | None:
@@ -138,6 +153,11 @@ class SsdTier:
         """See Tier."""
         return self._index.usage()
 
+    @property
+    def write_left_bytes(self) -> int | None:
+        """What may still be written today; None without a daily budget. Never waits for I/O."""
+        return self._budget.left_bytes
+
     # -- upkeep --
 
     def sweep_temporaries(self) -> int:
@@ -149,7 +169,13 @@ class SsdTier:
 
     def check(self) -> list[str]:
         """Problems found; empty when sound. Reads the head of every object; others may wait."""
-        with self._using(""), self._names_lock:
+        with self._using(""):
+            openings = self._openings
+            problems = self._problems()
+            return self._problems() if problems and self._reopened(openings) else problems
+
+    def _problems(self) -> list[str]:
+        with self._names_lock:
             found = self._directory.walk()
             problems = [f"{name}: left over" for name in found.temporaries if name not in self._temporaries]
             problems += self._index.problems(found.objects)
@@ -172,6 +198,7 @@ class SsdTier:
                 return
             self._closed = True
             self._idle.wait_for(lambda: self._running == 0)
+        self._budget.save()
         self._directory.close()
 
     def __enter__(self) -> SsdTier:
@@ -205,26 +232,44 @@ class SsdTier:
         """A descriptor to read `key`, or None when it has gone."""
         check_key(key)
         with self._using(key):
-            fd = self._directory.open(key)
-            if fd is None:
-                self._forget_if_gone(key)
-                yield None
-                return
+            fd = self._open(key)
             try:
                 yield fd
             finally:
-                os.close(fd)
+                if fd is not None:
+                    os.close(fd)
 
-    def _forget_if_gone(self, key: str) -> None:
-        """Stop counting a file another hand removed, unless, seen under the lock, a put just made it."""
-        if not self._index.has(key):
-            return
+    def _open(self, key: str) -> int | None:
+        openings = self._openings
+        fd = self._directory.open(key)
+        if fd is None and self._index.has(key):  # another hand removed it, or the whole root
+            self._reopened(openings)
+            with self._names_lock:
+                fd = self._directory.open(key)  # a put may just have made it
+                if fd is None:
+                    self._index.set(key, None)
+        return fd
+
+    def _reopened(self, openings: int) -> bool:
+        """Whether the directory is another than after so many openings; opens it anew if it has gone.
+
+        Raises:
+            StoreUnavailable: it has gone and cannot be made, or another server has it now.
+        """
         with self._names_lock:
-            fd = self._directory.open(key)
-            if fd is None:
-                self._index.set(key, None)
-            else:
-                os.close(fd)
+            if self._openings == openings and self._directory.gone():
+                fresh = RootDirectory(self.root, lock_wait_s=0.0)
+                try:
+                    objects = _tidied(fresh)
+                except BaseException:
+                    fresh.close()
+                    raise
+                self._directory.take_over(fresh)
+                self._index.reset(objects)
+                self._ledger.clear()
+                self._budget.lost()
+                self._openings += 1
+            return self._openings != openings
 
     def _spare_bytes(self) -> int | None:
         """Free bytes of the file system above the floor; None without one: the write itself finds out."""
@@ -236,10 +281,19 @@ class SsdTier:
     def _is_commit(self, key: str) -> bool:
         return self.fsync == "always" or (self.fsync == "commit" and key.rpartition("/")[2] == "manifest")
 
-    def _write(self, key: str, views: Sequence[memoryview], total: int) -> None:
+    def _put(self, key: str, views: Sequence[memoryview], total: int) -> None:
+        with self._index.claimed(total, self._spare_bytes()):
+            self._budget.claim(total)
+            try:
+                temporary, fd = self._create(os.path.dirname(key), key)
+            except BaseException:
+                self._budget.give_back(total)
+                raise
+            self._write(key, temporary, fd, views, total)
+
+    def _write(self, key: str, temporary: str, fd: int, views: Sequence[memoryview], total: int) -> None:
         directory = os.path.dirname(key)
         commit = self._is_commit(key)
-        temporary, fd = self._create(directory, key)
         try:
             modified = self._fill(fd, views, total, fsync=commit)
             if commit:
@@ -305,3 +359,10 @@ class SsdTier:
             with self._names_lock:
                 self._ledger.put_back(files, directories)
             raise
+
+
+def _tidied(directory: RootDirectory) -> list[Entry]:
+    """The objects of a directory nobody uses yet; what killed servers left half written is removed."""
+    found = directory.walk()
+    directory.remove_temporaries(found.temporaries)
+    return found.objects

@@ -122,6 +122,11 @@ class SharedTier(CheckedTier, Protocol):
         """False while the place is known to be out of reach: calls fail at once. Never waits."""
         ...
 
+    @property
+    def breaker_state(self) -> str:
+        """ "closed", "half-open" or "open": whether calls go through, one as a trial, or none."""
+        ...
+
     def lease(self, prefix: str) -> AbstractContextManager[None]:
         """Be the only server that writes below `prefix` (which ends in a slash) while the `with` lasts.
 

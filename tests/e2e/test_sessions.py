@@ -16,6 +16,7 @@ from sgl_krul.errors import InvalidSessionId, KrulError, SessionBusy, UnknownSes
 from tests.e2e.harness import Answer, Chatter, ServerFactory, prompt
 
 KEY = "secret-of-the-test"
+LONG_S = 300  # for waits that end by themselves: longer than any machine needs
 NewId = Callable[[], str]
 
 
@@ -253,14 +254,20 @@ def test_a_request_while_it_is_paused(chatter: Chatter, fresh_id: NewId) -> None
 def test_a_running_turn_is_waited_for(chatter: Chatter, fresh_id: NewId) -> None:
     name, ids = fresh_id(), prompt(90, 64)
     chatter.ask(ids, name)
-    long = threading.Thread(target=lambda: chatter.ask(ids, name, new=120))
-    long.start()
-    time.sleep(0.5)
-    with pytest.raises(SessionBusy, match="timeout_s"):
-        chatter.sessions.pause(name, timeout_s=0.1)
-    paused = chatter.sessions.pause(name, timeout_s=60)
+    body = {
+        "input_ids": ids,
+        "session_id": name,
+        "sampling_params": {"temperature": 0, "max_new_tokens": 120, "ignore_eos": True},
+        "stream": True,
+    }
+    with chatter.http.stream("POST", "/generate", json=body) as answer:
+        lines = answer.iter_lines()
+        assert next(lines).startswith("data:")  # the first token is there: the turn is running
+        with pytest.raises(SessionBusy, match="timeout_s"):
+            chatter.sessions.pause(name, timeout_s=0.1)
+        paused = chatter.sessions.pause(name, timeout_s=LONG_S)
+        assert [line for line in lines if line][-1] == "data: [DONE]"
     assert paused.tokens == 64 + 119
-    long.join()
 
 
 def test_a_client_that_goes_away(chatter: Chatter, fresh_id: NewId) -> None:
@@ -274,16 +281,16 @@ def test_a_client_that_goes_away(chatter: Chatter, fresh_id: NewId) -> None:
         "sampling_params": {"temperature": 0, "max_new_tokens": 200, "ignore_eos": True},
     }
     for wait_s in (0.0, 0.01, 0.05, 0.3):
-        chatter.sessions.pause(name, timeout_s=60)
+        chatter.sessions.pause(name, timeout_s=LONG_S)
         with (
             pytest.raises(httpx.ReadTimeout),
-            httpx.Client(timeout=httpx.Timeout(60, read=0.001 + wait_s)) as client,
+            httpx.Client(timeout=httpx.Timeout(LONG_S, read=0.001 + wait_s)) as client,
         ):
             client.post(
                 chatter.process.base_url + "/generate", json=body, headers={"Authorization": f"Bearer {KEY}"}
             )
     assert chatter.ask(tail, name).same_as(alone)
-    assert chatter.sessions.pause(name, timeout_s=60).state == "paused"
+    assert chatter.sessions.pause(name, timeout_s=LONG_S).state == "paused"
 
 
 def test_what_cannot_be_paused_says_so(chatter: Chatter, fresh_id: NewId) -> None:
@@ -324,8 +331,8 @@ def test_a_pause_is_answered_while_generation_is_paused(chatter: Chatter, fresh_
     begun = chatter.ask(ids, name)
     assert chatter.http.post("/pause_generation", json={"mode": "in_place"}).status_code == 200
     try:
-        assert chatter.sessions.pause(name, timeout_s=5).state == "paused"
-        assert chatter.sessions.resume(name, timeout_s=5).restored_tokens == 144
+        assert chatter.sessions.pause(name, timeout_s=LONG_S).state == "paused"
+        assert chatter.sessions.resume(name, timeout_s=LONG_S).restored_tokens == 144
     finally:
         assert chatter.http.post("/continue_generation", json={}).status_code == 200
     assert chatter.ask([*ids, *begun.tokens, 5], name).restored == 144

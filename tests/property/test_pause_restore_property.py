@@ -27,7 +27,7 @@ from tests.sessions import (
     TruePages,
     drive,
     free_slots,
-    make_config,
+    make_service,
     open_ssd,
     page_hashes,
     wrong_pages,
@@ -66,7 +66,7 @@ class World:
     def serve(self, tier: CheckedTier) -> SessionService:
         """A new server over the store."""
         memory = MemoryTier(LAYOUT.layers, LAYOUT.page_segment_bytes, MEMORY_PAGES * LAYOUT.page_bytes)
-        return SessionService(make_config(), LAYOUT, NAMESPACE, memory, tier)
+        return make_service(memory, tier)
 
 
 TURNS = st.tuples(
@@ -144,7 +144,7 @@ def restore_all(world: World, tier: SsdTier) -> dict[SessionKey, int]:
             continue
         assert session.state is State.PAUSED
         answers: list[object] = []
-        service.resume(session, hold=False, reply=answers.append)
+        service.resume(key, hold=False, reply=answers.append)
         drive(service)
         (answer,) = answers
         assert isinstance(answer, dict), answer

@@ -47,7 +47,7 @@ def test_paused_sessions_are_found(ssd: SsdTier) -> None:
     assert first.digest == chat(0, "s0").digest
     assert first.last_used == NOW
     assert first.paused is not None
-    assert (first.paused.tier, first.paused.tokens, first.paused.stored_tokens) == ("ssd", 100, 96)
+    assert (first.paused.tiers, first.paused.tokens, first.paused.stored_tokens) == (("ssd",), 100, 96)
 
 
 def test_other_objects_of_the_store_are_left_alone(ssd: SsdTier, store: Path) -> None:

@@ -21,12 +21,20 @@ with warnings.catch_warnings():
 
 from sgl_krul.config import Config, SessionConfig
 from sgl_krul.errors import KrulError, SessionBusy, StoreFull
-from sgl_krul.service import SessionService
 from sgl_krul.session.record import SessionKey
 from sgl_krul.session.registry import State
 from sgl_krul.store.memory import MemoryTier
 from sgl_krul.store.ssd import SsdTier
-from tests.sessions import LAYOUT, NAMESPACE, PAGE, Chat, FaultyTier, TruePages, chat, make_config, tokens
+from tests.sessions import (
+    PAGE,
+    Chat,
+    FaultyTier,
+    TruePages,
+    chat,
+    make_config,
+    make_service,
+    tokens,
+)
 
 KEY = SessionKey("chat")
 LONG_S = 20.0
@@ -52,7 +60,7 @@ class Scheduler:
     def __init__(self, ssd: SsdTier, memory: MemoryTier, config: Config) -> None:
         self.fault: Callable[[str, str, str], None] = lambda when, operation, key: None
         tier = FaultyTier(ssd, lambda *args: self.fault(*args))
-        self.service = SessionService(config, LAYOUT, NAMESPACE, memory, tier)
+        self.service = make_service(memory, tier, config=config)
         self.front = FrontEnd(config, self.receive, lambda: None)
         self.verbs: list[str] = []
         self.deaf = False
@@ -88,13 +96,13 @@ class Scheduler:
             if held is None or held.state is not State.PAUSED:
                 reply({"state": "unknown" if held is None else held.state.value})
             else:
-                service.resume(held, hold=True, reply=reply)
+                service.resume(key, hold=True, reply=reply)
             return
         session = service.registry.get(key)
         if verb == "show":
             reply(service.describe(session))
         elif verb == "resume":
-            service.resume(session, hold=False, reply=reply)
+            service.resume(key, hold=False, reply=reply)
         elif verb == "forget":
             service.forget(session, settle=lambda: 0, reply=reply)
         elif session.state is State.PAUSED:

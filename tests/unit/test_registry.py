@@ -102,7 +102,7 @@ def test_check_finds_a_rest_without_a_copy(state: State) -> None:
 
 def test_a_copy_in_memory_counts_raw_bytes() -> None:
     copy = copy_of(50)
-    assert (copy.tier, copy.tokens, copy.stored_tokens) == ("memory", 50, 48)
+    assert (copy.tiers, copy.tokens, copy.stored_tokens) == (("memory",), 50, 48)
     assert copy.raw_bytes == copy.stored_bytes == 3 * LAYOUT.page_bytes
 
 

@@ -79,7 +79,7 @@ class Bench:
     ) -> RestoreReport:
         """Restore the session with a deadline of 10 s."""
         restorer = Restorer(
-            self.tier if tier is None else tier,
+            [self.tier if tier is None else tier],
             self.memory if memory is None else memory,
             LAYOUT,
             self.workers,
@@ -409,7 +409,7 @@ def test_a_flush_of_memory_in_the_middle_is_a_miss(bench: Bench) -> None:
 
 
 def test_a_manifest_that_lies_about_tokens_is_found_out(bench: Bench) -> None:
-    """Same page hash, other token ids: the digest in the chunk's header disagrees."""
+    """Same page hash, other token ids: the digest of its own tokens disagrees."""
 
     ref = msgspec.structs.replace(bench.manifest.chunks[1], token_digest="0" * 64)
     chunks = (bench.manifest.chunks[0], ref, bench.manifest.chunks[2])

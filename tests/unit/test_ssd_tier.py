@@ -6,12 +6,14 @@ import itertools
 import os
 import random
 import resource
+import shutil
 import signal
 import struct
 import subprocess
 import sys
 import threading
 import time
+import tracemalloc
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -22,7 +24,8 @@ import pytest
 import xxhash
 
 from sgl_krul.errors import ConfigError, Corrupt, Missing, StoreFull, StoreUnavailable
-from sgl_krul.store import SsdTier
+from sgl_krul.store import Entry, SsdTier
+from sgl_krul.store.index import ObjectIndex
 from sgl_krul.store.object_file import read_at, write_all
 from sgl_krul.store.tier import MAX_HEADER_BYTES
 
@@ -371,7 +374,12 @@ def test_a_key_below_an_object_or_over_a_directory_is_unavailable(tier: SsdTier,
 
 
 def test_settings_out_of_range(root: Path) -> None:
-    for changes in ({"capacity_bytes": 0}, {"free_space_floor_bytes": -1}, {"fsync": "sometimes"}):
+    for changes in (
+        {"capacity_bytes": 0},
+        {"free_space_floor_bytes": -1},
+        {"fsync": "sometimes"},
+        {"daily_write_bytes": -1},
+    ):
         with pytest.raises(ConfigError, match=next(iter(changes))):
             open_tier(root, **changes)
     assert not root.exists()
@@ -402,7 +410,8 @@ def test_a_second_server_is_refused_until_the_first_is_gone(root: Path) -> None:
             assert holder.stdout is not None
             assert holder.stdout.readline() == "held\n"
             with pytest.raises(
-                StoreUnavailable, match=rf"root: in use by another server \(pid {holder.pid}\)"
+                StoreUnavailable,
+                match=rf"root: in use by another server \(pid {holder.pid}\); stop it, .* another ssd\.path",
             ):
                 open_tier(root, lock_wait_s=0.2)
             threading.Timer(0.3, holder.kill).start()
@@ -431,6 +440,214 @@ def test_close_lets_the_lock_go_and_refuses_what_comes_later(root: Path) -> None
             call()
     with open_tier(root) as again:
         assert read(again, "a", 4) == b"body"
+
+
+# -- a root that was removed --
+
+
+def open_descriptors() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+@pytest.mark.parametrize("fsync", ["always", "commit", "never"])
+def test_a_removed_root_is_made_anew(root: Path, fsync: str) -> None:
+    with open_tier(root, fsync=fsync) as tier:
+        descriptors = open_descriptors()
+        tier.put("n/s/one", b"h", [b"old"])
+        tier.put("n/s/manifest", b"h", [b"old"])
+        shutil.rmtree(root.parent)
+        assert tier.put("n/s/two", b"h", [b"new"]) == 4096 + 3
+        assert [entry.key for entry in tier.scan("")] == ["n/s/two"]
+        assert tier.usage()[:2] == (4096 + 3, 1)
+        assert tier.read_header("n/s/manifest") is None
+        with pytest.raises(Missing):
+            read(tier, "n/s/one", 3)
+        assert tier.delete("n/s/one") is False
+        assert read(tier, "n/s/two", 3) == b"new"
+        assert (root / "n/s/two").stat().st_mode & 0o777 == 0o600
+        assert tier.check() == []
+        assert open_descriptors() == descriptors
+        with pytest.raises(StoreUnavailable, match=f"pid {os.getpid()}"):
+            open_tier(root)  # the new one is locked too
+        tier.put("n/s/manifest", b"h", [])
+        assert tier.check() == []
+    with open_tier(root) as again:
+        assert read(again, "n/s/two", 3) == b"new"
+
+
+def test_reads_find_the_removed_root_too(root: Path) -> None:
+    with open_tier(root) as tier:
+        for key in ("a/1", "a/2"):
+            tier.put(key, b"h", [b"old"])
+        shutil.rmtree(root)
+        assert tier.read_header("nothing") is None
+        assert tier.usage().objects == 2  # that one was never there
+        assert tier.read_header("a/1") is None
+        assert tier.usage()[:2] == (0, 0)
+        assert root.is_dir()
+        shutil.rmtree(root)
+        assert tier.check() == []
+        tier.put("b", b"h", [])
+        shutil.rmtree(root)
+        assert tier.check() == []
+        assert tier.usage()[:2] == (0, 0)
+
+
+def test_a_root_that_another_hand_made_again_is_read(root: Path, tmp_path: Path) -> None:
+    with open_tier(tmp_path / "backup") as backup:
+        backup.put("saved", b"h", [b"body"])
+    (tmp_path / "backup/.tmp-1-0-dead").touch()
+    with open_tier(root) as tier:
+        tier.put("gone", b"h", [b"body"])
+        shutil.rmtree(root)
+        (tmp_path / "backup").rename(root)
+        assert tier.read_header("gone") is None
+        assert read(tier, "saved", 4) == b"body"
+        assert [entry.key for entry in tier.scan("")] == ["saved"]
+        assert files_below(root) == ["saved"]
+        assert tier.check() == []
+
+
+def test_a_file_in_place_of_the_root_is_unavailable_until_it_goes(root: Path) -> None:
+    with open_tier(root) as tier:
+        tier.put("a", b"h", [b"body"])
+        shutil.rmtree(root)
+        root.touch(0o400)
+        for call in (
+            lambda: tier.put("b/c", b"h", []),
+            lambda: tier.read_header("a"),
+            lambda: read(tier, "a", 4),
+            tier.check,
+        ):
+            with pytest.raises(StoreUnavailable, match=r"root: File exists \(EEXIST\)"):
+                call()
+        root.unlink()
+        tier.put("b/c", b"h", [b"body"])
+        assert tier.read_header("a") is None
+        assert read(tier, "b/c", 4) == b"body"
+        assert tier.check() == []
+
+
+def test_a_root_that_another_server_took_meanwhile(root: Path) -> None:
+    with open_tier(root) as tier:
+        shutil.rmtree(root)
+        with open_tier(root) as other:
+            other.put("theirs", b"h", [b"body"])
+            with pytest.raises(StoreUnavailable, match="in use by another server"):
+                tier.put("a", b"h", [])
+            assert files_below(root) == ["theirs"]
+        tier.put("a", b"h", [])
+        assert [entry.key for entry in tier.scan("")] == ["a", "theirs"]
+        assert tier.check() == []
+
+
+def test_a_root_that_was_moved_goes_on_there(root: Path, tmp_path: Path) -> None:
+    """So it does when something is mounted over it: nothing is written to the wrong disk by mistake."""
+    with open_tier(root) as tier:
+        tier.put("a", b"h", [b"body"])
+        root.rename(tmp_path / "moved")
+        root.mkdir()
+        tier.put("b", b"h", [b"body"])
+        assert tier.read_header("nothing") is None
+        assert read(tier, "a", 4) == b"body"
+        assert tier.check() == []
+        assert files_below(root) == []
+    assert files_below(tmp_path / "moved") == ["a", "b"]
+
+
+def test_the_budget_is_kept_when_the_root_is_made_anew(root: Path) -> None:
+    settings = {"daily_write_bytes": 1000 * 4096, "now": lambda: 1.8e9}
+    with open_tier(root, **settings) as tier:
+        tier.put("a", b"h", [bytes(19 * 4096)])
+        shutil.rmtree(root)
+        tier.put("a", b"h", [])
+        assert tier.write_left_bytes == 979 * 4096
+        assert (root / ".writes").read_text().endswith(f" {21 * 4096} bytes\n")
+    with open_tier(root, **settings) as tier:
+        assert tier.write_left_bytes == 979 * 4096
+
+
+def test_puts_under_way_survive_a_removed_root(root: Path) -> None:
+    """Whatever fails while it is being removed fails cleanly, and all is well afterwards."""
+    removed = threading.Event()
+    finished = 0
+
+    def write(tier: SsdTier, seed: int) -> int:
+        rng = random.Random(seed)
+        done = 0
+        while not removed.is_set() or done < 20:
+            key = f"s{rng.randrange(4)}/{seed}"
+            try:
+                tier.put(key, b"h", [bytes([seed]) * 50_000])
+                done += 1
+                assert read(tier, key, 50_000) == bytes([seed]) * 50_000
+            except (StoreUnavailable, Missing):
+                continue
+        return done
+
+    with open_tier(root) as tier, ThreadPoolExecutor(4) as pool:
+        writers = [pool.submit(write, tier, seed) for seed in range(4)]
+        try:
+            for _ in range(20):
+                shutil.rmtree(root, ignore_errors=True)  # somebody may just have made a file in it
+        finally:
+            removed.set()
+        finished = sum(writer.result(30) for writer in writers)
+        tier.read_header("s0/0")
+        for entry in list(tier.scan("")):
+            tier.read_header(entry.key)  # what went with a directory below the root is noticed by reading
+        assert tier.check() == []
+    assert finished >= 80
+
+
+# -- index --
+
+
+def test_the_index_keeps_what_a_dictionary_would() -> None:
+    rng = random.Random(4)
+    parts = ["a", "a.b", "ab", "b"]
+    keys = ["/".join(rng.choices(parts, k=rng.randrange(1, 5))) for _ in range(60)]
+    prefixes = ["", "/", "a", "a/", "a//", "a/a", "a.", "a/b/a/", "ab/a", "c", "c/", *keys]
+    index, model = ObjectIndex("here", 1 << 30), dict[str, Entry]()
+    for step in range(2000):
+        key = rng.choice(keys)
+        if rng.random() < 0.5:
+            model[key] = Entry(key, rng.randrange(100), float(step))
+            index.set(key, model[key])
+        else:
+            model.pop(key, None)
+            index.set(key, None)
+        assert index.has(key) == (key in model)
+        prefix = rng.choice(prefixes)
+        assert index.select(prefix) == sorted(model[name] for name in model if name.startswith(prefix))
+        assert index.usage()[:2] == (sum(entry.bytes for entry in model.values()), len(model))
+    assert index.problems(list(model.values())) == []
+    assert len(index.problems([])) == len(model) > 0
+    index.reset(sorted(model.values())[:2])
+    assert index.select("") == sorted(model.values())[:2]
+
+
+@pytest.mark.parametrize("chunks", [1, 12])
+def test_the_index_is_small(chunks: int) -> None:
+    """Bytes of memory an object, by chunks a session. It has only to be well under 1,000."""
+    rng = random.Random(5)
+    namespace = rng.randbytes(16).hex()
+    sessions = [rng.randbytes(32).hex() for _ in range(50_000 // chunks)]
+    index = ObjectIndex("here", 1 << 60)
+    tracemalloc.start()
+    try:
+        for session in sessions:
+            for chunk in range(chunks):
+                key = f"v1/{namespace}/{session}/g00000001-c{chunk:06d}"
+                index.set(key, Entry(key, rng.randrange(1 << 24), rng.random() * 2e9))
+        filled = tracemalloc.get_traced_memory()[0]
+        assert filled / index.usage().objects < 800
+        for session in sessions:
+            for entry in index.select(f"v1/{namespace}/{session}/"):
+                index.set(entry.key, None)
+        assert tracemalloc.get_traced_memory()[0] < filled / 20  # empty directories are forgotten
+    finally:
+        tracemalloc.stop()
 
 
 # -- crashes --

@@ -4,7 +4,17 @@ from __future__ import annotations
 
 import pytest
 
-from sgl_krul.values import format_duration, format_size, parse_duration, parse_size
+from sgl_krul.values import (
+    Leaf,
+    format_duration,
+    format_size,
+    fraction_leaf,
+    parse_duration,
+    parse_size,
+    path_leaf,
+    read_size,
+    text_leaf,
+)
 
 
 @pytest.mark.parametrize(
@@ -81,3 +91,68 @@ def test_sizes_as_people_read_them(size_bytes: int, text: str) -> None:
 )
 def test_durations_as_people_read_them(seconds: float, text: str) -> None:
     assert format_duration(seconds) == text
+
+
+def test_a_size_in_bounds() -> None:
+    assert read_size("1KiB", at_least=1024) == 1024
+    assert read_size(2**63 - 1, at_least=0) == 2**63 - 1
+    for value in (1023, 2**63, 10**400):
+        with pytest.raises(ValueError, match="out of range"):
+            read_size(value, at_least=1024)
+
+
+def test_a_number_too_long_for_a_float_is_no_duration() -> None:
+    with pytest.raises(ValueError, match="out of range"):
+        parse_duration(10**400)
+
+
+ENVIRON = {"HOME": "/home/ada", "HOST": "h", "EMPTY": ""}
+
+
+def read(leaf: dict[str, Leaf], value: object) -> object:
+    return leaf["leaf"].read(value, ENVIRON)
+
+
+@pytest.mark.parametrize("value", [1, 0.5, 1e-9, 1.0])
+def test_fractions(value: float) -> None:
+    fraction = read(fraction_leaf(), value)
+    assert fraction == value
+    assert type(fraction) is float
+
+
+@pytest.mark.parametrize("value", [0, -1, 2, 1.0000001, float("nan"), float("-inf"), 10**400])
+def test_fractions_out_of_range(value: float) -> None:
+    with pytest.raises(ValueError, match="out of range"):
+        read(fraction_leaf(), value)
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"), [("a", "a"), ("$HOST:1", "h:1"), ("${HOST}s", "hs"), ("a$$b", "a$b"), (" ", " ")]
+)
+def test_texts(value: str, expected: str) -> None:
+    assert read(text_leaf("a text"), value) == expected
+
+
+@pytest.mark.parametrize("value", ["", "$EMPTY"])
+def test_empty_texts(value: str) -> None:
+    assert read(text_leaf("a text", empty=True), value) == ""
+    with pytest.raises(ValueError, match="empty"):
+        read(text_leaf("a text", optional=True), value)
+
+
+def test_null_only_where_it_may_be() -> None:
+    assert read(text_leaf("a text", optional=True), None) is None
+    assert read(path_leaf(optional=True), None) is None
+    with pytest.raises(ValueError, match="not a text"):
+        read(text_leaf("a text", empty=True), None)
+    with pytest.raises(ValueError, match="not a path"):
+        read(path_leaf(), None)
+
+
+def test_a_variable_that_is_not_set_is_named_unless_it_may_be_a_secret() -> None:
+    with pytest.raises(ValueError, match="the environment variable s3cret is not set"):
+        read(text_leaf("a text"), "a$s3cret")
+    with pytest.raises(
+        ValueError, match=r"^a \$VARIABLE in it is not set; a dollar sign itself is written \$\$$"
+    ):
+        read(text_leaf("a text", secret=True), "a$s3cret")

@@ -1,0 +1,57 @@
+"""The tiers of a configuration, opened."""
+
+from __future__ import annotations
+
+import os
+import socket
+from dataclasses import asdict
+from typing import Any
+
+from sgl_krul.config import Config
+from sgl_krul.store.placement import Policy
+from sgl_krul.store.redis import RedisTier
+from sgl_krul.store.ssd import SsdTier
+from sgl_krul.store.tiered import TieredStore
+
+__all__ = ["open_redis", "open_ssd", "open_store", "policy_of"]
+
+
+def open_store(config: Config) -> TieredStore:
+    """The tiers below memory. A Redis that is down is no error: it is a miss until it is back.
+
+    Raises:
+        StoreUnavailable: the store directory can't be used.
+        ConfigError: an address of Redis that can't be one.
+    """
+    redis = open_redis(config)
+    return TieredStore(open_ssd(config), redis, policy=policy_of(config))
+
+
+def open_ssd(config: Config) -> SsdTier | None:
+    """The SSD tier, if one is configured. Raises StoreUnavailable."""
+    return None if config.ssd is None else SsdTier(config.ssd.path, **_keys(config.ssd, "path"))
+
+
+def open_redis(config: Config) -> RedisTier | None:
+    """The Redis tier, if one is configured. Raises ConfigError."""
+    if config.redis is None:
+        return None
+    owner = f"{socket.gethostname()}:{os.getpid()}"
+    return RedisTier.open(config.redis.url, owner=owner, **_keys(config.redis, "url"))
+
+
+def policy_of(config: Config) -> Policy:
+    """Where sessions go, as placement takes it."""
+    placement = config.placement
+    return Policy(
+        replicate=placement.replicate,
+        demote_after_s=placement.demote_after_s,
+        high_watermark=placement.high_watermark,
+        low_watermark=placement.low_watermark,
+        ttl_s=config.session.ttl_s,
+    )
+
+
+def _keys(section: Any, *without: str) -> dict[str, Any]:
+    """The keys of a section as arguments: they have the same names."""
+    return {name: value for name, value in asdict(section).items() if name not in without}

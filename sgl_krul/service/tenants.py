@@ -1,0 +1,39 @@
+"""What each tenant stores, and whether it may store more."""
+
+from __future__ import annotations
+
+from sgl_krul.config import TenantsConfig
+from sgl_krul.session.registry import Registry, Session
+from sgl_krul.store.placement import TenantRule, TenantRules, check_quota
+
+__all__ = ["Tenants"]
+
+
+class Tenants:
+    """Quotas over the sessions of a registry. A session counts once, however many tiers have a copy."""
+
+    def __init__(self, config: TenantsConfig, registry: Registry) -> None:
+        self._registry = registry
+        self._rules = TenantRules(
+            config.separator,
+            config.quota_bytes,
+            tuple(TenantRule(rule.prefix, rule.tenant, rule.quota_bytes) for rule in config.rules),
+        )
+
+    def require_room(self, session: Session, size_bytes: int) -> None:
+        """Let `session` be stored with `size_bytes`.
+
+        Raises:
+            QuotaExceeded
+        """
+        tenant = self._rules.tenant_of(session.session_id)
+        quota = self._rules.quota_of(tenant)
+        if not quota:
+            return
+        used = sum(
+            other.paused.stored_bytes
+            for other in self._registry
+            if other.paused is not None and self._rules.tenant_of(other.session_id) == tenant
+        )
+        replaced = session.paused.stored_bytes if session.paused is not None else 0
+        check_quota(tenant, used, replaced, size_bytes, quota)

@@ -1,0 +1,263 @@
+"""What goes on in the background: look what other servers did, demote, expire, write out what is in memory.
+
+Planning happens in the polling thread (it reads the registry) and is cheap; the work is one job at a time on
+a worker of its own. A verb that wants a session is never refused for it: the move stops and lets it through.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter as Tally
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future
+from functools import partial
+from typing import Any
+
+from sgl_krul.config import PlacementConfig
+from sgl_krul.errors import KrulError, StoreError
+from sgl_krul.metrics import MetricsSink
+from sgl_krul.pause.memory_only import MemoryPages
+from sgl_krul.pause.pipeline import Snapshot
+from sgl_krul.service.counters import Counters
+from sgl_krul.service.mover import Stopped
+from sgl_krul.service.transfers import Transfers, Written
+from sgl_krul.session.catalog import Catalog
+from sgl_krul.session.record import page_key
+from sgl_krul.session.registry import PausedCopy, Registry, Session, State
+from sgl_krul.store.placement import Demotion, Parcel, select_demotions, select_expired
+from sgl_krul.store.workers import Workers
+
+__all__ = ["Upkeep"]
+
+logger = logging.getLogger(__name__)
+
+_PUBLISH_S = 1.0  # how often metrics are brought up to date
+_LOOK_S = 1.0  # a look at the shared tier is good for so long, when somebody asks
+
+Task = tuple[Future[Any], Callable[[], None]]
+
+
+class Upkeep:
+    """Used by the polling thread; `poll` begins what is due and takes what is done."""
+
+    def __init__(
+        self,
+        config: PlacementConfig,
+        namespace: str,
+        registry: Registry,
+        transfers: Transfers,
+        counters: Counters,
+        clock: Callable[[], float],
+        now: Callable[[], float],
+    ) -> None:
+        self._config = config
+        self._namespace = namespace
+        self._registry = registry
+        self._memory = transfers.memory
+        self._store = transfers.store
+        self._transfers = transfers
+        self._counters = counters
+        self._clock = clock
+        self._now = now
+        self._worker = Workers("upkeep", 1)
+        self._lookers = Workers("look", 1)
+        self._resting: dict[str, tuple[Snapshot, float]] = {}  # paused to memory: what, since when
+        self._queue: deque[Callable[[], Task | None]] = deque()
+        self._task: Task | None = None
+        self._due = 0.0
+        self._published = 0.0
+        self._looking: Future[None] | None = None
+        self._found: deque[tuple[Catalog, frozenset[str], str]] = deque()
+        self._looked = float("-inf")
+
+    # ---- told by the service ----
+
+    def rests(self, snapshot: Snapshot) -> None:
+        """A session was paused to memory: it is written to a tier when it has rested long enough."""
+        if self._store:
+            self._resting[snapshot.digest] = (snapshot, self._clock())
+
+    def wakes(self, digest: str) -> None:
+        """The session goes on, or is deleted: nothing is to be written out."""
+        self._resting.pop(digest, None)
+
+    def start_over(self, namespace: str) -> None:
+        """The namespace changed: nothing that was planned holds."""
+        self._namespace = namespace
+        self._resting.clear()
+        self._queue.clear()
+        self._transfers.forget_seen()
+        self._looked = float("-inf")
+
+    def look_around(self) -> Future[None] | None:
+        """See what other servers paused into the shared tier; None when there is nothing to wait for."""
+        shared = self._store.shared
+        if shared is None or not shared.available or self._clock() - self._looked < _LOOK_S:
+            self._take_found()
+            return None
+        if self._looking is None or self._looking.done():
+            self._looking = self._lookers.submit(self._look)
+        return self._looking
+
+    def poll(self) -> bool:
+        """Begin what is due, take what is done. True when metrics should be published. Never blocks."""
+        self._take_found()
+        if self._task is not None and self._task[0].done():
+            task, self._task = self._task, None
+            task[1]()
+        now = self._clock()
+        if self._task is None and not self._queue and now >= self._due:
+            self._due = now + self._config.interval_s
+            self.look_around()
+            self._plan()
+        while self._task is None and self._queue:
+            self._task = self._queue.popleft()()
+        if now - self._published < _PUBLISH_S:
+            return False
+        self._published = now
+        return True
+
+    def publish(self, metrics: MetricsSink) -> None:
+        """Bring the gauges up to date."""
+        states = Tally(session.state.value for session in self._registry)
+        metrics.set_sessions(states)
+        tiers: Tally[str] = Tally()
+        for session in self._registry:
+            if session.paused is not None:
+                tiers.update(session.paused.tiers)
+        usage = {self._memory.name: self._memory.usage()} | self._store.usage()
+        for name, tier in usage.items():
+            breaker = self._store.breaker_state(name)
+            metrics.set_tier(
+                name,
+                used_bytes=tier.bytes,
+                capacity_bytes=tier.capacity_bytes,
+                sessions=tiers[name],
+                breaker=breaker,
+            )
+        metrics.count(vars(self._counters))
+
+    def close(self) -> None:
+        """Stop the workers."""
+        self._worker.close()
+        self._lookers.close()
+
+    # ---- the shared tier ----
+
+    def _look(self) -> None:
+        """On a worker."""
+        try:
+            self._found.append(self._transfers.discover(self._namespace))
+        except StoreError as error:
+            logger.warning("krul: the shared tier could not be listed: %s", error)
+
+    def _take_found(self) -> None:
+        """Enter what the worker found: new and newer sessions, and those that have gone."""
+        while self._found:
+            catalog, present, tier = self._found.popleft()
+            self._looked = self._clock()
+            self._counters.corrupt_manifests += catalog.corrupt
+            for session in catalog.sessions:
+                self._registry.add(session)
+            for session in self._registry:
+                if session.paused is not None and tier in session.paused.tiers:
+                    if session.digest not in present and session.state is State.PAUSED:
+                        self._gone(session, tier)
+
+    def _gone(self, session: Session, tier: str) -> None:
+        assert session.paused is not None
+        session.paused = session.paused.without(tier)
+        if session.paused is None:
+            self._registry.remove(session.digest)
+
+    # ---- plans ----
+
+    def _plan(self) -> None:
+        parcels = [
+            Parcel(s.digest, "", s.paused.stored_bytes, s.last_used, s.paused.tiers)
+            for s in self._registry
+            if s.paused is not None and s.state is State.PAUSED and not s.rests_in_memory
+        ]
+        now = self._now()
+        for digest in select_expired(parcels, self._store.policy, now):
+            self._queue.append(partial(self._expire, digest))
+        for demotion in select_demotions(parcels, self._store.places(), self._store.policy, now):
+            self._queue.append(partial(self._demote, demotion))
+        usage = self._memory.usage()
+        tight = usage.bytes > self._config.high_watermark * usage.capacity_bytes
+        for digest, (_, since) in list(self._resting.items()):
+            if tight or self._clock() - since >= self._config.memory_age_s:
+                self._queue.append(partial(self._write_out, digest))
+
+    def _expire(self, digest: str) -> Task | None:
+        session = self._registry.find(digest)
+        if session is None or session.state is not State.PAUSED:
+            return None
+        paused = session.paused
+        future = self._worker.submit(self._transfers.delete, digest, self._namespace, paused, lambda: None)
+
+        def done() -> None:
+            if self._succeeded(future, "expire", digest):
+                self._counters.expired += 1
+                if session.paused is paused and session.state is State.PAUSED:
+                    self._registry.remove(digest)
+
+        return future, done
+
+    def _demote(self, demotion: Demotion) -> Task | None:
+        session = self._registry.find(demotion.key)
+        paused = session.paused if session is not None else None
+        if session is None or paused is None or session.state is not State.PAUSED:
+            return None
+        future = self._worker.submit(
+            self._transfers.move, demotion.key, self._namespace, (demotion.source,), demotion.target
+        )
+
+        def done() -> None:
+            if not self._succeeded(future, "demotion", demotion.key):
+                self._counters.demotions_failed += 1
+                return
+            self._counters.demotions += 1
+            if session.paused is paused:
+                copy: PausedCopy = future.result()
+                left = paused.without(demotion.source)
+                session.paused = copy if left is None else left.joined(copy)
+
+        return future, done
+
+    def _write_out(self, digest: str) -> Task | None:
+        session = self._registry.find(digest)
+        snapshot, _ = self._resting.pop(digest, (None, 0.0))
+        if session is None or snapshot is None or not session.rests_in_memory:
+            return None
+        paused = session.paused
+        keys = [page_key(snapshot.namespace, page_hash) for page_hash in snapshot.page_hashes]
+        future: Future[Written] = self._worker.submit(
+            self._transfers.write, snapshot, MemoryPages(self._memory, keys), None, lambda: None
+        )
+
+        def done() -> None:
+            if not self._succeeded(future, "writing out", digest):
+                self._counters.demotions_failed += 1
+                if session.paused is paused and session.state is State.PAUSED:
+                    self._resting[digest] = (snapshot, self._clock())
+                return
+            self._counters.demotions += 1
+            if session.paused is paused:
+                session.paused = future.result().copy
+                session.in_memory = True
+
+        return future, done
+
+    def _succeeded(self, future: Future[Any], what: str, digest: str) -> bool:
+        error = future.exception()
+        if error is None:
+            return True
+        if isinstance(error, Stopped):
+            logger.debug("krul: %s of session %s gave way to a verb", what, digest[:12])
+        elif isinstance(error, KrulError):
+            logger.warning("krul: %s of session %s failed: %s", what, digest[:12], error)
+        else:
+            logger.error("krul: %s of session %s failed", what, digest[:12], exc_info=error)
+        return False

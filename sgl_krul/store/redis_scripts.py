@@ -1,0 +1,216 @@
+"""Names of the keys in Redis, and the scripts that change several of them at once.
+
+The object D/N is the hash `<prefix>:{D}/N`; `<prefix>:{D}` is the index of the directory D (name -> "bytes
+modified"), `<prefix>:{D}/.lease` says who writes there, `<prefix>:{D}/.tmp-*` are objects half written. The
+braces make Redis Cluster keep all of a directory in one slot. A part of a tier key never starts with a dot or
+holds a brace, so no two of these collide. Two more keys list the directories: by name, and when each was
+last written. The root directory (D empty) is called "/".
+"""
+
+from __future__ import annotations
+
+import re
+from typing import NamedTuple, TypeAlias
+
+from sgl_krul.store.tier import Entry, is_key
+
+__all__ = ["DIRECTORIES", "Command", "Keys", "Request", "parse_entry", "parse_tag", "split_key"]
+
+Command: TypeAlias = tuple[bytes | str | int | float | memoryview, ...]
+
+DIRECTORIES = "/directories"  # the tag of the two lists; no directory is called so
+_ROOT = "/"
+_VALUE = re.compile(rb"([0-9]{1,18}) ([0-9]{1,12}\.[0-9]{6})")
+
+# Scripts answer {word, ...}. Those that may run while the server is out of memory must say so: a lease is
+# needed to delete. COMMIT must not: its HSET fails for want of memory before anything has changed.
+
+_LEASE_CHECK = """
+local holder = redis.call('GET', KEYS[1])
+if ARGV[1] == '' then
+  if holder then return {'held', holder, redis.call('PTTL', KEYS[1])} end
+elseif holder ~= ARGV[1] then
+  return {'lost', holder or '', redis.call('PTTL', KEYS[1])}
+end
+"""
+
+# KEYS lease tmp object index; ARGV token name fields bytes ttl_ms lease_ms shape
+_COMMIT = (
+    _LEASE_CHECK
+    + """
+if redis.call('HLEN', KEYS[2]) ~= tonumber(ARGV[3]) then
+  if redis.call('HGET', KEYS[3], 'm') == ARGV[7] then return {'ok', '', 0} end
+  return {'gone'}
+end
+local old = redis.call('HGET', KEYS[4], ARGV[2]) or ''
+local now = redis.call('TIME')
+redis.call('HSET', KEYS[4], ARGV[2], string.format('%s %s.%06d', ARGV[4], now[1], tonumber(now[2])))
+redis.call('RENAME', KEYS[2], KEYS[3])
+redis.call('PEXPIRE', KEYS[3], ARGV[5])
+if redis.call('PTTL', KEYS[4]) < tonumber(ARGV[5]) then redis.call('PEXPIRE', KEYS[4], ARGV[5]) end
+if ARGV[1] ~= '' then redis.call('PEXPIRE', KEYS[1], ARGV[6]) end
+return {'ok', old, redis.call('HLEN', KEYS[4])}
+"""
+)
+
+# KEYS lease object index; ARGV token name lease_ms
+_DELETE = (
+    _LEASE_CHECK
+    + """
+local old = redis.call('HGET', KEYS[3], ARGV[2]) or ''
+local existed = redis.call('DEL', KEYS[2])
+redis.call('HDEL', KEYS[3], ARGV[2])
+if ARGV[1] ~= '' then redis.call('PEXPIRE', KEYS[1], ARGV[3]) end
+return {'ok', old, redis.call('HLEN', KEYS[3]), existed}
+"""
+)
+
+# KEYS lease; ARGV token lease_ms. The same token again is the repeat of a call whose answer got lost.
+_LEASE = """#!lua flags=allow-oom
+local holder = redis.call('GET', KEYS[1])
+if holder and holder ~= ARGV[1] then return {'held', holder, redis.call('PTTL', KEYS[1])} end
+redis.call('SET', KEYS[1], ARGV[1], 'PX', ARGV[2])
+return {'ok'}
+"""
+
+_RENEW = (
+    _LEASE_CHECK
+    + """
+redis.call('PEXPIRE', KEYS[1], ARGV[2])
+return {'ok'}
+"""
+)
+
+_RELEASE = """
+if redis.call('GET', KEYS[1]) == ARGV[1] then redis.call('DEL', KEYS[1]) end
+return {'ok'}
+"""
+
+# KEYS index object..; ARGV name..: names whose object has gone by itself
+_REPAIR = """
+for i, name in ipairs(ARGV) do
+  if redis.call('EXISTS', KEYS[i + 1]) == 0 then redis.call('HDEL', KEYS[1], name) end
+end
+return {'ok'}
+"""
+
+# KEYS names times; ARGV tag ttl_ms
+_LIST = """
+local now = redis.call('TIME')
+redis.call('ZADD', KEYS[2], string.format('%s%06d', now[1], tonumber(now[2])), ARGV[1])
+redis.call('ZADD', KEYS[1], 0, ARGV[1])
+for i = 1, 2 do
+  if redis.call('PTTL', KEYS[i]) < tonumber(ARGV[2]) then redis.call('PEXPIRE', KEYS[i], ARGV[2]) end
+end
+return {'ok'}
+"""
+
+# KEYS names times; ARGV tag score_or_empty age_us: with a score, if it is still that; else if that old
+_UNLIST = """
+local score = redis.call('ZSCORE', KEYS[2], ARGV[1])
+if ARGV[2] ~= '' then
+  if score and score ~= ARGV[2] then return {'ok'} end
+elseif score then
+  local now = redis.call('TIME')
+  if tonumber(score) > tonumber(now[1]) * 1000000 + tonumber(now[2]) - tonumber(ARGV[3]) then return {'ok'} end
+end
+redis.call('ZREM', KEYS[1], ARGV[1])
+redis.call('ZREM', KEYS[2], ARGV[1])
+return {'ok'}
+"""
+
+
+class Request(NamedTuple):
+    """One command, and the hash tag of its keys: it decides which server of a cluster gets it."""
+
+    tag: str
+    command: Command
+
+
+def split_key(key: str) -> tuple[str, str]:
+    """Tag of the directory of a tier key, and the name in it."""
+    directory, _, name = key.rpartition("/")
+    return directory or _ROOT, name
+
+
+def parse_tag(raw: object) -> str | None:
+    """The tag a list of directories gives, or None when it is none."""
+    if not isinstance(raw, bytes) or not raw.isascii():
+        return None
+    tag = raw.decode("ascii")
+    return tag if tag == _ROOT or is_key(tag) else None
+
+
+def parse_entry(tag: str, name: object, value: object) -> Entry | None:
+    """An entry of the index of a directory, or None when it is none."""
+    match = _VALUE.fullmatch(value) if isinstance(value, bytes) else None
+    if match is None or not isinstance(name, bytes) or not name.isascii() or b"/" in name:
+        return None
+    key = name.decode("ascii") if tag == _ROOT else f"{tag}/{name.decode('ascii')}"
+    return Entry(key, int(match[1]), float(match[2])) if is_key(key) else None
+
+
+class Keys:
+    """The Redis keys below one prefix, and the commands that run the scripts on them."""
+
+    def __init__(self, prefix: str, ttl_ms: int, lease_ms: int) -> None:
+        self._prefix = prefix
+        self.ttl_ms = ttl_ms
+        self.lease_ms = lease_ms
+        self.names = f"{prefix}:{{{DIRECTORIES}}}:names"
+        self.times = f"{prefix}:{{{DIRECTORIES}}}:times"
+
+    def index(self, tag: str) -> str:
+        """Index of a directory."""
+        return f"{self._prefix}:{{{tag}}}"
+
+    def object(self, tag: str, name: str) -> str:
+        """One object."""
+        return f"{self._prefix}:{{{tag}}}/{name}"
+
+    def temporary(self, tag: str, token: bytes) -> str:
+        """An object half written."""
+        return f"{self._prefix}:{{{tag}}}/.tmp-{token.hex()}"
+
+    def lease(self, tag: str) -> str:
+        """Who writes a directory."""
+        return f"{self._prefix}:{{{tag}}}/.lease"
+
+    def commit(self, tag: str, name: str, *, token: bytes, lease: str, fields: int, size: int, shape: bytes) -> Request:
+        """Put the temporary object of `token` in its place: ok, old value, entries now; or held, lost, gone."""
+        keys = self.lease(tag), self.temporary(tag, token), self.object(tag, name), self.index(tag)
+        return _eval(tag, _COMMIT, keys, lease, name, fields, size, self.ttl_ms, self.lease_ms, shape)
+
+    def delete(self, tag: str, name: str, lease: str) -> Request:
+        """Remove an object: ok, old value, entries now, 1 if there was one; or held, lost."""
+        keys = self.lease(tag), self.object(tag, name), self.index(tag)
+        return _eval(tag, _DELETE, keys, lease, name, self.lease_ms)
+
+    def take_lease(self, tag: str, lease: str) -> Request:
+        """Take a lease: ok or held."""
+        return _eval(tag, _LEASE, (self.lease(tag),), lease, self.lease_ms)
+
+    def renew_lease(self, tag: str, lease: str) -> Request:
+        """Keep a lease: ok or lost."""
+        return _eval(tag, _RENEW, (self.lease(tag),), lease, self.lease_ms)
+
+    def release_lease(self, tag: str, lease: str) -> Request:
+        """Give a lease back if it is still ours."""
+        return _eval(tag, _RELEASE, (self.lease(tag),), lease)
+
+    def repair(self, tag: str, names: list[str]) -> Request:
+        """Remove those names from an index whose object has gone."""
+        keys = self.index(tag), *(self.object(tag, name) for name in names)
+        return _eval(tag, _REPAIR, keys, *names)
+
+    def list_directory(self, tag: str) -> Request:
+        """Add a directory to the lists. They live twice as long as objects, which reading alone keeps alive."""
+        return _eval(DIRECTORIES, _LIST, (self.names, self.times), tag, 2 * self.ttl_ms)
+
+    def unlist_directory(self, tag: str, *, score: bytes = b"", age_s: float = 0.0) -> Request:
+        """Take a directory from the lists if its score is still `score`, or without one if that old."""
+        return _eval(DIRECTORIES, _UNLIST, (self.names, self.times), tag, score, int(age_s * 1e6))
+
+
+def _eval(tag: str, script: str, keys: tuple[str, ...], *arguments: bytes | str | int) -> Request:
+    return Request(tag, ("EVAL", script, len(keys), *keys, *arguments))
