@@ -8,7 +8,7 @@ with KrulClient("http://127.0.0.1:30000") as krul:
 from __future__ import annotations
 
 from types import TracebackType
-from typing import Any, NoReturn, Self, TypeVar
+from typing import Any, NoReturn, Self, TypeVar, cast
 from urllib.parse import quote
 
 import httpx
@@ -16,7 +16,7 @@ from pydantic import BaseModel, ValidationError
 
 from sgl_krul import errors
 from sgl_krul.api.schemas import DeleteResult, Overview, PauseResult, ResumeResult, SessionInfo
-from sgl_krul.errors import Corrupt, KrulError, SessionBusy, StoreFull
+from sgl_krul.errors import Corrupt, CorruptReason, KrulError, SessionBusy, StoreFull
 from sgl_krul.session.record import validate_session_id
 
 __all__ = ["KrulClient"]
@@ -25,11 +25,13 @@ _M = TypeVar("_M", bound=BaseModel)
 
 _ROUTE = "/v1/sessions"
 _EXAMPLE = "http://127.0.0.1:30000"
-_KINDS = {name: vars(errors)[name] for name in errors.__all__}
 _ERRORS: dict[str, type[KrulError]] = {
-    name: kind for name, kind in _KINDS.items() if isinstance(kind, type) and issubclass(kind, KrulError)
+    kind.__name__: kind
+    for kind in vars(errors).values()
+    if isinstance(kind, type) and issubclass(kind, KrulError)
 }
-# A class that only a newer server knows. Other statuses are SGLang's and proxies' as well: they tell too little.
+# For a class that only a newer server knows. SGLang and proxies answer with other statuses, too: those tell
+# too little.
 _BY_STATUS: dict[int, type[KrulError]] = {error.status: error for error in (SessionBusy, StoreFull)}
 # A pause writes gigabytes: the server's own timeouts are the ones that matter.
 _DEFAULT_TIMEOUT_S = 600.0
@@ -211,6 +213,7 @@ def _error_of(response: httpx.Response) -> tuple[str, str]:
 
 def _rebuilt(kind: type[KrulError], message: str) -> KrulError:
     """The server's error, here."""
-    if issubclass(kind, Corrupt):
-        return kind(*message.split(": ", 1))  # "reason: detail" is how it prints
+    if kind is Corrupt:  # it prints as "reason: detail"
+        reason, _, detail = message.partition(": ")
+        return Corrupt(cast(CorruptReason, reason), detail)
     return kind(message)

@@ -103,7 +103,7 @@ def chat(
     max_tokens: Annotated[int, typer.Option(min=1, help="Length of an answer, at most.")] = 512,
     temperature: Annotated[float | None, typer.Option(min=0, help="By default the model's own.")] = None,
 ) -> None:
-    """Begin a chat in the terminal: shows time to first token and what was restored. /help lists the commands."""
+    """Begin a chat in the terminal: shows time to first token and what was restored. /help tells the rest."""
     from sgl_krul.cli.chat import Chat
 
     settings = client_settings(os.environ, url, api_key)

@@ -69,7 +69,7 @@ class Chat:
         """Read messages and commands from `lines` until its end or /quit.
 
         Raises:
-            KrulError: the server can't be reached at the start, or already has a chat of the id that was given.
+            KrulError: the server can't be reached at the start, or already has a chat of the given id.
         """
         self._krul.sessions()
         if self._given:
@@ -100,8 +100,8 @@ class Chat:
             return
         raise KrulError(
             f"the server has a session {session_id!r} already ({known.tokens:,} tokens, {known.state}). Its "
-            "messages are not kept there, so a chat begun here would replace it: give another id (or none), or "
-            "--new to replace it"
+            "messages are not kept there, so a chat begun here would replace it: give another id (or none), "
+            "or --new to replace it"
         )
 
     def _handle(self, text: str) -> None:

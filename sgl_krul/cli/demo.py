@@ -14,7 +14,10 @@ Salts are part of a page's identity, so none of the four can find what another o
 from __future__ import annotations
 
 import fcntl
+import os
 import signal
+import sys
+import sysconfig
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -25,7 +28,7 @@ from rich.console import Console
 
 from sgl_krul.api.client import KrulClient
 from sgl_krul.cli.demo_model import demo_model_path
-from sgl_krul.cli.demo_report import Outcome, Way, print_report
+from sgl_krul.cli.demo_report import Outcome, Way, krul_command, print_report
 from sgl_krul.cli.demo_script import FINAL_QUESTION, USER_TURNS, WARM_UP
 from sgl_krul.cli.demo_server import DemoServer, prepare_store
 from sgl_krul.cli.progress import Step, Steps
@@ -70,7 +73,9 @@ def run_demo(environ: Mapping[str, str]) -> int:
             outcome = _Demo(server, steps).run(store)
         finally:
             server.kill()
-        return print_report(console, outcome)
+        scripts = Path(sysconfig.get_path("scripts"))
+        krul = krul_command(environ.get("PATH", os.defpath), sys.executable, scripts, Path.cwd())
+        return print_report(console, outcome, krul)
 
 
 class _Demo:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import shlex
+import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,7 +16,7 @@ from sgl_krul.api.schemas import PauseResult
 from sgl_krul.cli.turns import Turn
 from sgl_krul.config import format_size
 
-__all__ = ["LOGPROB_TOLERANCE", "Outcome", "Way", "print_report", "same_tokens"]
+__all__ = ["LOGPROB_TOLERANCE", "Outcome", "Way", "krul_command", "print_report", "same_tokens"]
 
 LOGPROB_TOLERANCE = 1e-4
 _PLAIN_WIDTH = 120
@@ -43,8 +46,23 @@ def same_tokens(a: Turn, b: Turn) -> bool:
     return bool(a.tokens) and [text for text, _ in a.tokens] == [text for text, _ in b.tokens]
 
 
-def print_report(console: Console, outcome: Outcome) -> int:
-    """Print the tables and the verdict; returns the exit status."""
+def krul_command(path: str, executable: str, scripts: Path, here: Path) -> str:
+    """What to type in `here` for this `krul`: the bare name where `path` ($PATH) leads to it, else its file.
+
+    `scripts` is where pip puts commands of `executable`, the Python that runs.
+    """
+    script = scripts / "krul"
+    found = shutil.which("krul", path=path)
+    if found is not None and os.path.realpath(found) == os.path.realpath(script):
+        return "krul"
+    if not script.exists():
+        return f"{shlex.quote(executable)} -m sgl_krul.cli"
+    below = script.is_relative_to(here) and script.parent != here
+    return shlex.quote(str(script.relative_to(here) if below else script))
+
+
+def print_report(console: Console, outcome: Outcome, krul: str) -> int:
+    """Print the tables and the verdict; returns the exit status. `krul` is the command that works here."""
     if not console.is_terminal:
         console = Console(width=_PLAIN_WIDTH)
     never_paused = outcome.ways[1]
@@ -58,7 +76,7 @@ def print_report(console: Console, outcome: Outcome) -> int:
     console.print()
     console.print(_stored(outcome))
     console.print()
-    return _verdict(console, outcome, never_paused)
+    return _verdict(console, outcome, never_paused, krul)
 
 
 def _times(outcome: Outcome) -> Table:
@@ -98,7 +116,7 @@ def _stored(outcome: Outcome) -> Table:
     return table
 
 
-def _verdict(console: Console, outcome: Outcome, reference: Way) -> int:
+def _verdict(console: Console, outcome: Outcome, reference: Way, krul: str) -> int:
     different = [way.name for way in outcome.ways if not same_tokens(way.turn, reference.turn)]
     empty = [way.name for way in outcome.ways[2:] if way.turn.restored_tokens == 0]
     if different:
@@ -117,16 +135,20 @@ def _verdict(console: Console, outcome: Outcome, reference: Way) -> int:
         _say(console, f"But nothing was restored: {', '.join(empty)}. See the server's log.")
         return 1
     console.print()
-    _say(
-        console,
-        "Next:  krul serve demo        start this server for yourself (or name your own model)",
-    )
-    _say(console, "       krul chat              chat with it: /pause, /resume, /sessions")
-    _say(
-        console,
-        "       krul sessions list     what is stored. Your own program only has to send session_id",
-    )
+    _next_steps(console, krul)
     return 0
+
+
+def _next_steps(console: Console, krul: str) -> None:
+    steps = {
+        "serve demo": "start this server for yourself (or name your own model)",
+        "chat": "chat with it: /pause, /resume, /sessions",
+        "sessions list": "what is stored. Your own program only has to send session_id",
+    }
+    width = len(krul) + max(map(len, steps))
+    for number, (command, what) in enumerate(steps.items()):
+        lead = "       " if number else "Next:  "
+        _say(console, f"{lead}{f'{krul} {command}':{width + 1}}    {what}")
 
 
 def _apart(a: Turn, b: Turn) -> float:

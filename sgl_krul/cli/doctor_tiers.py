@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import os
+import secrets
 import shutil
 import tempfile
 from collections.abc import Iterator
-from contextlib import closing
 from dataclasses import asdict
 from enum import StrEnum
 from typing import NamedTuple
 
 from sgl_krul.config import Config, MemoryConfig, RedisConfig, SsdConfig, format_size
-from sgl_krul.errors import ConfigError, KrulError
+from sgl_krul.errors import ConfigError, StoreError
 from sgl_krul.store.redis import RedisTier
 
 __all__ = ["Finding", "Level", "check_tiers", "usage_finding"]
@@ -102,16 +102,19 @@ def _disk(settings: SsdConfig) -> Finding:
 
 
 def _redis(settings: RedisConfig) -> Finding:
-    """Its messages come from the tier, which shows no password."""
+    """What went wrong is said by the tier, which never shows a password."""
+    owner = f"krul-doctor:{os.getpid()}"
     try:
-        tier = RedisTier.open(**asdict(settings), owner=f"krul doctor, process {os.getpid()}")
+        tier = RedisTier.open(**asdict(settings), owner=owner)
     except ConfigError as error:
         return Finding(Level.FAIL, "redis", str(error), "correct the section redis of the configuration")
-    with closing(tier):
+    with tier:
         try:
             tier.refresh()
-        except KrulError as error:
+            # Reading alone doesn't tell of a replica or a user who may not write.
+            with tier.lease(f"doctor/{secrets.token_hex(8)}/"):
+                usage = tier.usage()
+        except StoreError as error:
             advice = "start it, or correct redis.url, redis.username, redis.password and redis.tls_ca_file"
             return Finding(Level.FAIL, "redis", str(error), advice)
-        usage = tier.usage()
-    return usage_finding("redis", "reachable, ", usage.bytes, usage.capacity_bytes)
+        return usage_finding("redis", f"{tier.place} answers, ", usage.bytes, usage.capacity_bytes)

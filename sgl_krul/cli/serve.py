@@ -1,9 +1,9 @@
 """`krul serve`: SGLang's own server with our radix cache.
 
-`serve_arguments` is pure; `serve` becomes the server, once the configuration and the store directory have been
-looked at: what cannot be used is told at once and in a line. What a plain CPU needs (device, attention and sampling
-backend, dtype, page size, no CUDA graphs, a bounded KV pool) is set by the platform in `engine/cpu.py`, so
-that `sglang serve` has it too: no flag is added for it here.
+`serve_arguments` is pure; `serve` becomes the server, once the configuration and the store directory were
+looked at: what cannot be used is told at once and in a line. What a plain CPU needs (device, attention and
+sampling backend, dtype, page size, no CUDA graphs, a bounded KV pool) is set by the platform in
+`engine/cpu.py`, so that `sglang serve` has it too: no flag is added for it here.
 """
 
 from __future__ import annotations
@@ -67,9 +67,9 @@ def serve_arguments(args: Sequence[str], *, demo_model: Callable[[], Path]) -> l
 def serve(args: Sequence[str], environ: Mapping[str, str]) -> NoReturn:
     """Become the server: this process is replaced, so signals and the exit status are the server's own.
 
-    Raises ConfigError as `serve_arguments`, and for a configuration that can't be used; StoreUnavailable for a
-    store directory that can't be, or that another server has; and what `demo_model_path` raises. Then nothing
-    was started.
+    Raises ConfigError as `serve_arguments`, and for a configuration that can't be used; StoreUnavailable for
+    a store directory that can't be, or that another server has; and what `demo_model_path` raises. Then
+    nothing was started.
     """
     home = cache_home(environ)
     # Before the demo model is made, which takes a while.

@@ -129,8 +129,8 @@ class SessionService:
 
     @property
     def working(self) -> bool:
-        """True while any job runs."""
-        return bool(self._jobs)
+        """True while anything runs on a worker."""
+        return bool(self._jobs) or self._upkeep.working
 
     def wait(self, timeout_s: float) -> None:
         """Return when a job is done, or after `timeout_s`: for a caller that has nothing else to do."""

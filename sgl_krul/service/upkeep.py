@@ -1,7 +1,8 @@
 """What goes on in the background: look what other servers did, demote, expire, write out what is in memory.
 
-Planning happens in the polling thread (it reads the registry) and is cheap; the work is one job at a time on
-a worker of its own. A verb that wants a session is never refused for it: the move stops and lets it through.
+All of it runs on workers, plans and counts too: there may be many sessions. The polling thread hands over a
+list of them, begins one move at a time, and enters what came of it. A verb that wants a session is never
+refused for a move: the move stops and lets it through.
 """
 
 from __future__ import annotations
@@ -68,6 +69,7 @@ class Upkeep:
         self._due = 0.0
         self._published = 0.0
         self._looking: Future[None] | None = None
+        self._publishing: Future[None] | None = None
         self._found: deque[tuple[Catalog, frozenset[str], str]] = deque()
         self._looked = float("-inf")
 
@@ -100,6 +102,12 @@ class Upkeep:
             self._looking = self._lookers.submit(self._look)
         return self._looking
 
+    @property
+    def working(self) -> bool:
+        """True while a worker is at it."""
+        futures = (self._task[0] if self._task else None, self._looking, self._publishing)
+        return any(future is not None and not future.done() for future in futures)
+
     def poll(self) -> bool:
         """Begin what is due, take what is done. True when metrics should be published. Never blocks."""
         self._take_found()
@@ -110,7 +118,7 @@ class Upkeep:
         if self._task is None and not self._queue and now >= self._due:
             self._due = now + self._config.interval_s
             self.look_around()
-            self._plan()
+            self._task = self._begin_plan()
         while self._task is None and self._queue:
             self._task = self._queue.popleft()()
         if now - self._published < _PUBLISH_S:
@@ -119,24 +127,24 @@ class Upkeep:
         return True
 
     def publish(self, metrics: MetricsSink) -> None:
-        """Bring the gauges up to date."""
-        states = Tally(session.state.value for session in self._registry)
-        metrics.set_sessions(states)
-        tiers: Tally[str] = Tally()
-        for session in self._registry:
-            if session.paused is not None:
-                tiers.update(session.paused.tiers)
+        """Bring the metrics up to date, on the worker that always does it."""
+        if self._publishing is None or self._publishing.done():
+            self._publishing = self._lookers.submit(self._publish, metrics, list(self._registry))
+
+    def _publish(self, metrics: MetricsSink, sessions: list[Session]) -> None:
+        metrics.set_sessions(Tally(session.state.value for session in sessions))
+        copies = [paused for session in sessions if (paused := session.paused) is not None]
+        tiers = Tally(name for paused in copies for name in paused.tiers)
         usage = {self._memory.name: self._memory.usage()} | self._store.usage()
         for name, tier in usage.items():
-            breaker = self._store.breaker_state(name)
             metrics.set_tier(
                 name,
                 used_bytes=tier.bytes,
                 capacity_bytes=tier.capacity_bytes,
                 sessions=tiers[name],
-                breaker=breaker,
+                breaker=self._store.breaker_state(name),
             )
-        metrics.count(vars(self._counters))
+        metrics.count(vars(self._counters).copy())
 
     def close(self) -> None:
         """Stop the workers."""
@@ -173,22 +181,34 @@ class Upkeep:
 
     # ---- plans ----
 
-    def _plan(self) -> None:
+    def _begin_plan(self) -> Task:
+        future = self._worker.submit(self._plan, list(self._registry))
+
+        def done() -> None:
+            if self._succeeded(future, "planning", "of all"):
+                expired, demotions = future.result()
+                self._queue.extend(partial(self._expire, digest) for digest in expired)
+                self._queue.extend(partial(self._demote, demotion) for demotion in demotions)
+            usage = self._memory.usage()
+            tight = usage.bytes > self._config.high_watermark * usage.capacity_bytes
+            for digest, (_, since) in self._resting.items():
+                if tight or self._clock() - since >= self._config.memory_age_s:
+                    self._queue.append(partial(self._write_out, digest))
+
+        return future, done
+
+    def _plan(self, sessions: list[Session]) -> tuple[list[str], list[Demotion]]:
+        """On the worker. What changes meanwhile is seen when a move begins."""
         parcels = [
-            Parcel(s.digest, "", s.paused.stored_bytes, s.last_used, s.paused.tiers)
-            for s in self._registry
-            if s.paused is not None and s.state is State.PAUSED and not s.rests_in_memory
+            Parcel(session.digest, "", paused.stored_bytes, session.last_used, paused.tiers)
+            for session in sessions
+            if (paused := session.paused) is not None
+            and session.state is State.PAUSED
+            and not session.rests_in_memory
         ]
         now = self._now()
-        for digest in select_expired(parcels, self._store.policy, now):
-            self._queue.append(partial(self._expire, digest))
-        for demotion in select_demotions(parcels, self._store.places(), self._store.policy, now):
-            self._queue.append(partial(self._demote, demotion))
-        usage = self._memory.usage()
-        tight = usage.bytes > self._config.high_watermark * usage.capacity_bytes
-        for digest, (_, since) in list(self._resting.items()):
-            if tight or self._clock() - since >= self._config.memory_age_s:
-                self._queue.append(partial(self._write_out, digest))
+        demotions = select_demotions(parcels, self._store.places(), self._store.policy, now)
+        return select_expired(parcels, self._store.policy, now), demotions
 
     def _expire(self, digest: str) -> Task | None:
         session = self._registry.find(digest)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from sgl_krul.store.memory import MemoryTier, PageReservation, PinnedPages, Slots, runs
+from sgl_krul.store.redis import RedisTier
 from sgl_krul.store.ssd import FsyncPolicy, SsdTier
 from sgl_krul.store.tier import Buffer, CheckedTier, Entry, Tier, TierUsage, check_key
 
@@ -14,6 +15,7 @@ __all__ = [
     "MemoryTier",
     "PageReservation",
     "PinnedPages",
+    "RedisTier",
     "Slots",
     "SsdTier",
     "Tier",

@@ -1,4 +1,4 @@
-"""A circuit breaker: after a few failures in a row calls are refused at once, and now and then one may try."""
+"""A circuit breaker: after a few failures in a row calls are refused at once; now and then one may try."""
 
 from __future__ import annotations
 

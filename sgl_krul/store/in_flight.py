@@ -14,7 +14,7 @@ __all__ = ["InFlight", "StoredCount"]
 
 
 class InFlight:
-    """A bound on the bytes on their way at one moment. Who asks first goes first, so large ones get in too."""
+    """A bound on the bytes on their way at one moment. First come, first served: large ones get in too."""
 
     def __init__(self, place: str, capacity_bytes: int) -> None:
         self._place = place

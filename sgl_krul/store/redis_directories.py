@@ -3,20 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from itertools import islice
+from itertools import islice, pairwise
 
 from sgl_krul.errors import Corrupt, StoreError, StoreUnavailable
 from sgl_krul.store.redis_pieces import check_stored_header, decode_shape
-from sgl_krul.store.redis_scripts import (
-    DIRECTORIES,
-    Keys,
-    Request,
-    parse_entry,
-    parse_tag,
-    split_key,
-)
+from sgl_krul.store.redis_scripts import DIRECTORIES, Keys, Request, parse_entry, parse_tag, split_key
 from sgl_krul.store.redis_wire import Wire, value_of
-from sgl_krul.store.tier import Entry
+from sgl_krul.store.tier import Entry, is_key
 
 __all__ = ["Directories"]
 
@@ -53,6 +46,8 @@ class Directories:
         While the server of the lists is out of reach, a prefix that ends with the slash of a directory that
         holds objects is answered from that directory's own index: those of directories below it are not seen.
         """
+        if prefix and not is_key(prefix.removesuffix("/")):
+            return []  # no key starts like this
         own, name = split_key(prefix)
         listed, own_index = self._wire.run([self._listed(prefix), self._index(own)])
         own_value = value_of(own_index)
@@ -103,14 +98,16 @@ class Directories:
         return problems
 
     def _check_pieces(self, entry: Entry, tag: str, pieces: int, starts: Sequence[int], shape: bytes) -> None:
-        """Corrupt unless there are these pieces, and nothing else; one replaced meanwhile is not looked at."""
+        """Corrupt unless there are just these pieces; an object replaced meanwhile is not looked at."""
         key = self._keys.object(*split_key(entry.key))
         lengths = [Request(tag, ("HSTRLEN", key, str(piece))) for piece in range(pieces)]
         replies = [
             value_of(reply)
-            for reply in self._wire.run([*lengths, Request(tag, ("HLEN", key)), Request(tag, ("HGET", key, "m"))])
+            for reply in self._wire.run(
+                [*lengths, Request(tag, ("HLEN", key)), Request(tag, ("HGET", key, "m"))]
+            )
         ]
-        expected = [*(end - start for start, end in zip(starts, starts[1:], strict=False)), pieces + 2]
+        expected = [*(end - start for start, end in pairwise(starts)), pieces + 2]
         if replies[-1] == shape and replies[:-1] != expected:
             raise Corrupt("length", f"{entry.key}: the pieces are not as long as the shape says")
 
@@ -136,17 +133,17 @@ class Directories:
         existing = []
         rest = iter(found)
         while some := list(islice(rest, _OBJECTS_AT_ONCE)):
-            asked = [Request(tag, ("EXISTS", self._keys.object(*split_key(entry.key)))) for tag, entry in some]
+            asked = [
+                Request(tag, ("EXISTS", self._keys.object(*split_key(entry.key)))) for tag, entry in some
+            ]
             gone: dict[str, list[str]] = {}
             for (tag, entry), reply in zip(some, self._wire.run(asked), strict=True):
                 if value_of(reply):
                     existing.append(entry)
                 else:
                     gone.setdefault(tag, []).append(split_key(entry.key)[1])
-            for tag, names in gone.items():
-                self._wire.run([self._keys.repair(tag, names)])  # a replica refuses: somebody else will
-                if not any(entry_tag == tag for entry_tag, _ in some if _ in existing):
-                    self.forget_if_empty(tag)
+            if gone:  # a replica refuses; then somebody else will do it
+                self._wire.run([self._keys.repair(tag, names) for tag, names in gone.items()])
         return existing
 
     def _unlist(self, tags: Sequence[str]) -> None:

@@ -41,7 +41,9 @@ class Leases:
         token = f"{self._owner}/{self._random_hex()}"
         with self._lock:
             if tag in self._held:
-                raise LeaseHeld(f"{prefix}: this server ({self._owner}) is writing it already; try again later")
+                raise LeaseHeld(
+                    f"{prefix}: this server ({self._owner}) is writing it already; try again later"
+                )
             self._held[tag] = token
         try:
             self.check(tag, self._wire.call(self._keys.take_lease(tag, token)))
@@ -74,7 +76,7 @@ class Leases:
     def _taken(self, tag: str, holder: object, left_ms: object) -> StoreError:
         if not holder:
             return StoreUnavailable(
-                f"{self._wire.place}: the lease of {tag} has run out meanwhile, nothing was changed; try again"
+                f"{self._wire.place}: the lease of {tag} has run out, nothing was changed; try again"
             )
         text = holder.decode("utf-8", "replace") if isinstance(holder, bytes) else str(holder)
         owner = ascii(text.rpartition("/")[0][:_MAX_OWNER_SHOWN])

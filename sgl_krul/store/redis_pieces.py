@@ -1,9 +1,9 @@
-"""How an object lies in a Redis hash: field "h" the header, "m" the shape, "0", "1", .. the pieces of the body.
+"""How an object lies in a Redis hash: field "h" the header, "m" the shape, "0", "1", .. pieces of the body.
 
 A piece has at most MAX_PIECE_BYTES. It is one segment or a part of one, or a few small neighbours together,
 so that the bytes of one layer can be fetched without those of the others. The shape says how long the pieces
-are. It carries a token that no other put has, so a reader that gets it with every few pieces knows that all of
-them belong to one object, and checksums over itself, the key and the header.
+are. It carries a token that no other put has, so a reader that gets it with every few pieces knows that they
+all belong to one object, and checksums over itself, the key and the header.
 """
 
 from __future__ import annotations
@@ -85,7 +85,9 @@ def cut(segments: Sequence[memoryview]) -> list[list[memoryview]]:
             pieces.append([segment[start : start + MAX_PIECE_BYTES]])
         group_bytes = segment.nbytes if segment.nbytes <= GROUP_BYTES else GROUP_BYTES
     if len(pieces) > MAX_PIECES:
-        raise ValueError(f"a body of {len(pieces)} pieces: expected at most {MAX_PIECES}; put smaller objects")
+        raise ValueError(
+            f"a body of {len(pieces)} pieces: expected at most {MAX_PIECES}; put smaller objects"
+        )
     return pieces
 
 
@@ -112,7 +114,11 @@ def decode_shape(key: str, raw: bytes) -> Shape:
         raise Corrupt("length", f"{key}: the shape is not msgpack: {error}") from error
     if type(fields) is not list or not fields or fields[0] != _VERSION:
         raise Corrupt("version", f"{key}: expected a shape of version {_VERSION}")
-    if len(fields) != 4 or not _is_digest(fields[1], _TOKEN_BYTES) or not _is_digest(fields[2], _DIGEST_BYTES):
+    if (
+        len(fields) != 4
+        or not _is_digest(fields[1], _TOKEN_BYTES)
+        or not _is_digest(fields[2], _DIGEST_BYTES)
+    ):
         raise Corrupt("length", f"{key}: a shape of {len(fields)} fields: expected token, digest, lengths")
     lengths = fields[3]
     if (

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from itertools import chain
 from typing import NamedTuple
 
@@ -26,7 +27,7 @@ __all__ = ["Read", "Reader", "Shapes"]
 
 FETCH_BYTES = 2 << 20  # fetched by one command
 ROUND_BYTES = 32 << 20  # fetched in one round trip
-_TRIES = 5  # of an object that is replaced again and again
+_TRIES = 20  # of an object that is replaced again and again
 _MAX_SHAPES = 4096
 _MAX_SHAPE_PIECES = 1 << 18
 
@@ -87,8 +88,10 @@ class _Fetch(NamedTuple):
     size: int
 
 
-class _Replaced:
-    """The outcome of a fetch whose object is another one than the one it was planned for, or has gone."""
+class _Replaced(NamedTuple):
+    """The outcome of a fetch whose object is not the one it was planned for; the shape it has now, if any."""
+
+    raw: object
 
 
 class Reader:
@@ -124,7 +127,7 @@ class Reader:
                 return results
         for number in waiting:
             results[number] = StoreUnavailable(
-                f"{self._wire.place}: {reads[number].key} was replaced {_TRIES} times while being read; try again"
+                f"{self._wire.place}: {reads[number].key} was replaced {_TRIES} times while read; try again"
             )
         return results
 
@@ -150,9 +153,16 @@ class Reader:
                 if isinstance(outcome, StoreError):
                     results[fetch.number] = outcome
                 elif isinstance(outcome, _Replaced):
-                    self.shapes.drop(reads[fetch.number].key)
+                    self._learn(reads[fetch.number].key, outcome.raw)
                     replaced.add(fetch.number)
         return sorted(number for number in replaced if results[number] is None)
+
+    def _learn(self, key: str, raw: object) -> None:
+        """Plan with the shape an object has now; if it has none, or a bad one, the next look says so."""
+        self.shapes.drop(key)
+        if isinstance(raw, bytes):
+            with suppress(Corrupt):
+                self.shapes.set(key, decode_shape(key, raw))
 
     def _find_shapes(
         self, reads: Sequence[Read], waiting: Sequence[int], results: list[StoreError | None]
@@ -197,7 +207,7 @@ class Reader:
             if not isinstance(reply, list) or len(reply) != 1 + len(fetch.parts):
                 return Corrupt("length", f"{reads[fetch.number].key}: {len(fetch.parts)} pieces asked for")
             if reply[0] != fetch.shape.raw:
-                return _Replaced()
+                return _Replaced(reply[0])
             try:
                 copy_parts(reads[fetch.number].key, fetch.shape, fetch.parts, reply[1:])
             except Corrupt as error:
@@ -219,7 +229,11 @@ def _fields(key: str, fields: object, exists: object, count: int) -> list[bytes]
         raise fields
     if isinstance(exists, StoreError):
         raise exists
-    if not isinstance(fields, list) or len(fields) != count or not all(isinstance(it, bytes) for it in fields):
+    if (
+        not isinstance(fields, list)
+        or len(fields) != count
+        or not all(isinstance(it, bytes) for it in fields)
+    ):
         if exists == 0:
             return None
         raise Corrupt("length", f"{key}: the hash lacks its shape or its header")

@@ -1,4 +1,4 @@
-"""Which server has the keys of a directory: the one there is, the master of a sentinel, a node of a cluster."""
+"""Which server has the keys of a directory: the only one, the sentinels' master, or a node of a cluster."""
 
 from __future__ import annotations
 

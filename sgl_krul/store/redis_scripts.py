@@ -112,7 +112,8 @@ if ARGV[2] ~= '' then
   if score and score ~= ARGV[2] then return {'ok'} end
 elseif score then
   local now = redis.call('TIME')
-  if tonumber(score) > tonumber(now[1]) * 1000000 + tonumber(now[2]) - tonumber(ARGV[3]) then return {'ok'} end
+  local age_us = tonumber(now[1]) * 1000000 + tonumber(now[2]) - tonumber(score)
+  if age_us < tonumber(ARGV[3]) then return {'ok'} end
 end
 redis.call('ZREM', KEYS[1], ARGV[1])
 redis.call('ZREM', KEYS[2], ARGV[1])
@@ -176,8 +177,10 @@ class Keys:
         """Who writes a directory."""
         return f"{self._prefix}:{{{tag}}}/.lease"
 
-    def commit(self, tag: str, name: str, *, token: bytes, lease: str, fields: int, size: int, shape: bytes) -> Request:
-        """Put the temporary object of `token` in its place: ok, old value, entries now; or held, lost, gone."""
+    def commit(
+        self, tag: str, name: str, *, token: bytes, lease: str, fields: int, size: int, shape: bytes
+    ) -> Request:
+        """Move the temporary object of `token` into place: ok, old value, entries; or held, lost, gone."""
         keys = self.lease(tag), self.temporary(tag, token), self.object(tag, name), self.index(tag)
         return _eval(tag, _COMMIT, keys, lease, name, fields, size, self.ttl_ms, self.lease_ms, shape)
 
@@ -204,7 +207,7 @@ class Keys:
         return _eval(tag, _REPAIR, keys, *names)
 
     def list_directory(self, tag: str) -> Request:
-        """Add a directory to the lists. They live twice as long as objects, which reading alone keeps alive."""
+        """Add a directory to the lists. They live twice as long as objects: reading does not renew them."""
         return _eval(DIRECTORIES, _LIST, (self.names, self.times), tag, 2 * self.ttl_ms)
 
     def unlist_directory(self, tag: str, *, score: bytes = b"", age_s: float = 0.0) -> Request:

@@ -1,4 +1,4 @@
-"""Sends commands to the servers that own their keys: retries, breakers, redirections. Knows no Redis client."""
+"""Sends commands to the servers that own their keys: retries, breakers, redirections. No Redis client."""
 
 from __future__ import annotations
 
@@ -57,7 +57,9 @@ class Node(Protocol):
         """As many as there may be connections."""
         ...
 
-    def exchange(self, packed: Sequence[bytes | memoryview], take: Sequence[Callable[[object], object]]) -> list[object]:
+    def exchange(
+        self, packed: Sequence[bytes | memoryview], take: Sequence[Callable[[object], object]]
+    ) -> list[object]:
         """Send packed commands and read one reply for each of `take`. StoreErrors are not given to it.
 
         Raises:
@@ -114,8 +116,8 @@ class Nodes:
 class Wire:
     """Runs commands wherever their keys are. Thread safe.
 
-    A round trip fails when nothing arrives for `timeout_s`. It is repeated, after a pause, if it failed before
-    half of that: so a call ends after about one and a half `timeout_s` and the time to connect.
+    A round trip fails when nothing arrives for `timeout_s`. It is repeated, after a pause, if it failed
+    within half of that: so a call ends after about one and a half `timeout_s` and the time to connect.
     """
 
     def __init__(self, place: str, routes: Routes, nodes: Nodes, timing: Timing) -> None:

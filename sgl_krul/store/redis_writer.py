@@ -57,7 +57,11 @@ class Writer:
             try:
                 self._write_temporary(tag, self._keys.temporary(tag, token), shape, header, pieces)
                 self._commit(tag, name, token, shape, fields=len(pieces) + 2, size=size)
-            except (StoreFull, LeaseHeld, KeyboardInterrupt):  # the server can still be asked: don't leave it there
+            except (
+                StoreFull,
+                LeaseHeld,
+                KeyboardInterrupt,
+            ):  # the server can still be asked: don't leave it there
                 self._wire.run([Request(tag, ("UNLINK", self._keys.temporary(tag, token)))])
                 raise
         return size

@@ -13,19 +13,32 @@ import pytest
 from sgl_krul.errors import Corrupt, Missing, StoreFull
 from sgl_krul.store import MemoryTier, SsdTier, Tier
 from sgl_krul.store.tier import MAX_HEADER_BYTES
+from tests.redis_servers import ValkeyServer, open_tier
 
 LAYERS = 4
 SEGMENT = 600
 BODY = LAYERS * SEGMENT
 
 
-@pytest.fixture(params=["memory", "ssd"])
+@pytest.fixture(scope="module")
+def redis_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ValkeyServer]:
+    with ValkeyServer(tmp_path_factory.mktemp("valkey")) as server:
+        yield server
+
+
+@pytest.fixture(params=["memory", "ssd", "redis"])
 def tier(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Tier]:
     """An empty tier with room for 64 objects of BODY bytes."""
     if request.param == "memory":
         memory = MemoryTier(LAYERS, SEGMENT, 64 * BODY)
         yield memory
         assert memory.check() == []
+    elif request.param == "redis":
+        server: ValkeyServer = request.getfixturevalue("redis_server")
+        server.client().flushall()
+        with open_tier(server.url, capacity_bytes=64 * (BODY + 64)) as redis:
+            yield redis
+            assert redis.check() == []
     else:
         with SsdTier(
             tmp_path / "root", capacity_bytes=64 * (BODY + 4096), free_space_floor_bytes=0, fsync="never"
@@ -223,7 +236,7 @@ def test_a_full_tier_keeps_its_bound(tier: Tier) -> None:
             refused += 1
         assert tier.usage().bytes <= tier.usage().capacity_bytes
     assert tier.usage().objects == 64
-    assert refused in (0, 36)  # memory evicts, SSD refuses
+    assert refused in (0, 36)  # memory evicts, SSD and Redis refuse
     for entry in tier.scan(""):
         assert read(tier, entry.key) == body(int(entry.key.removeprefix("full/")))
 

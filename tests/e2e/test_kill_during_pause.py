@@ -33,7 +33,7 @@ class Chats:
         self.pause_s = self._time_a_pause()
 
     def _time_a_pause(self) -> float:
-        """Seconds that pausing as many sessions of that length takes here; the first pauses are not counted."""
+        """Seconds that pausing as many sessions of that length takes here, when it is not their first."""
         names = [f"timed-{index}" for index in range(len(SESSIONS))]
         history = {name: prompt(4100 + i, 300) for i, name in enumerate(names)}
         elapsed = 0.0
@@ -86,7 +86,7 @@ def test_killed_while_pausing(chats: Chats, number: int) -> None:
 
 
 def pause_all(base_url: str, names: list[str]) -> dict[str, int]:
-    """Pause sessions one after another until the server is gone: tokens stored, of those that were answered."""
+    """Pause one after another until the server is gone. Returns the tokens stored, where it was answered."""
     stored: dict[str, int] = {}
     with KrulClient(base_url) as client:
         for name in names:

@@ -281,8 +281,12 @@ def test_a_place_that_cannot_be_written_is_named(ssd: SsdTier, path: Path, name:
     record = chat(100).write(ssd).manifest
     (path.parent / "directory").mkdir()
     (path.parent / "file").touch()
+
+    def asked(when: str, operation: str, key: str) -> None:
+        pytest.fail(f"{operation} {key}: all that work for nothing")
+
     with pytest.raises(StoreUnavailable, match=says):
-        export_session(record, [ssd], path.parent / name)
+        export_session(record, [FaultyTier(ssd, asked)], path.parent / name)
     assert sorted(os.listdir(path.parent)) == ["directory", "file"]
 
 

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 from sgl_krul.api.schemas import PauseResult, ResumeResult
 from sgl_krul.cli import app, main
-from sgl_krul.cli.demo_report import Outcome, Way, print_report
+from sgl_krul.cli.demo_report import Outcome, Way, krul_command, print_report
 from sgl_krul.cli.doctor import Finding, Level, _check_config, _check_model, _check_server
 from sgl_krul.cli.progress import Steps
 from sgl_krul.cli.sessions import pause_line, resume_line
@@ -55,7 +55,7 @@ def run(*args: str, **environ: str) -> subprocess.CompletedProcess[str]:
         ([], ["serve", "doctor", "chat", "demo", "sessions"]),
         (["serve"], ["MODEL|demo", "SGLang"]),
         (["doctor"], ["--config", "--url", "--model"]),
-        (["chat"], ["--url", "--max-tokens"]),
+        (["chat"], ["--url", "--max-tokens", "--new"]),
         (["demo"], ["kill the server"]),
         (["sessions"], ["list", "show", "pause", "resume", "rm"]),
         (["sessions", "pause"], ["SESSION_ID", "--timeout-s", "--cache-salt", "--json"]),
@@ -73,7 +73,7 @@ def test_help(args: list[str], words: list[str]) -> None:
         (["sessions", "list", "--url", NOWHERE], 1, "no server can be reached at http://127.0.0.1:9"),
         (["sessions", "rm", "", "--url", NOWHERE], 1, "session_id '' is empty"),
         (["chat", "--url", NOWHERE], 1, "no server can be reached"),
-        (["serve"], 2, "no model was named"),
+        (["serve"], 2, "no model was named: krul serve MODEL"),
         (["serve", "m", "--radix-cache-backend", "lmcache"], 2, "'lmcache'"),
         (["serve", "--config"], 2, "--config needs a file"),
     ],
@@ -242,9 +242,28 @@ def test_report_of_the_demo(
     outcome = Outcome(
         (*ways, Way("from SSD", ssd)), PauseResult.model_validate(SESSION), 100, Path("/store"), "What?"
     )
-    assert print_report(Console(force_terminal=False), outcome) == status
+    assert print_report(Console(force_terminal=False), outcome, ".venv/bin/krul") == status
     shown = capsys.readouterr().out
     assert [word for word in [*words, "/store", "96 of 100"] if word not in shown] == []
+    assert (".venv/bin/krul sessions list    what is stored" in shown) is (status == 0)
+
+
+def test_the_command_that_works_here(tmp_path: Path) -> None:
+    bin_, other = tmp_path / ".venv" / "bin", tmp_path / "other"
+    for folder in (bin_, other):
+        folder.mkdir(parents=True)
+
+    def command(here: Path, *path: Path) -> str:
+        return krul_command(os.pathsep.join(map(str, path)), "/a b/python", bin_, here)
+
+    assert command(tmp_path, other) == "'/a b/python' -m sgl_krul.cli"
+    for folder in (bin_, other):
+        (folder / "krul").touch(mode=0o755)
+    assert command(tmp_path, tmp_path, bin_, other) == "krul"
+    assert command(tmp_path, other, bin_) == ".venv/bin/krul"  # what the bare name leads to is another one
+    assert command(tmp_path) == ".venv/bin/krul"
+    assert command(other) == str(bin_ / "krul")
+    assert command(bin_) == str(bin_ / "krul")
 
 
 def test_steps_without_a_terminal() -> None:

@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import threading
-import time
-from collections.abc import Awaitable, Callable, Iterator
-from dataclasses import dataclass, field
-from typing import Any, cast
+from collections.abc import Iterator
+from dataclasses import dataclass
 
 import pytest
-import uvicorn
-from fastapi import FastAPI, Request
-from fastapi.responses import JSONResponse, Response
+from fastapi import FastAPI
 
+from sgl_krul import errors
 from sgl_krul.api.client import KrulClient
-from sgl_krul.api.routes import make_router
-from sgl_krul.engine.frontend import AnswerError, FrontEnd
+from sgl_krul.engine.frontend import AnswerError
 from sgl_krul.errors import (
+    Corrupt,
     InvalidSessionId,
     KrulError,
     SessionBusy,
@@ -25,8 +21,8 @@ from sgl_krul.errors import (
     UnknownSession,
 )
 from sgl_krul.session.record import SessionKey
+from tests.session_server import KEY, MemoryFront, make_app, serve
 
-KEY = "secret"
 IDS = [
     "plain",
     "a/b/c",
@@ -46,93 +42,9 @@ IDS = [
 
 
 @dataclass
-class MemoryFront:
-    """Sessions in a dict. It answers as FrontEnd does, and raises AnswerError or `failure`."""
-
-    sessions: dict[SessionKey, dict[str, Any]] = field(default_factory=dict)
-    failure: Exception | None = None
-    timeouts: list[float | None] = field(default_factory=list)
-
-    def add(self, key: SessionKey) -> None:
-        self.sessions[key] = {
-            "session_id": key.session_id,
-            "salted": key[1:] != (None, None),
-            "state": "active",
-            "tokens": 100,
-            "stored_tokens": 0,
-            "bytes_raw": 0,
-            "bytes_stored": 0,
-            "tier": "device",
-            "exact": True,
-            "corrupt_chunks": 0,
-            "last_used": 1.0,
-        }
-
-    def _find(self, key: SessionKey) -> dict[str, Any]:
-        if self.failure is not None:
-            raise self.failure
-        if key not in self.sessions:
-            raise AnswerError(404, "UnknownSession", f"no session {key.session_id!r}: list them")
-        return self.sessions[key]
-
-    async def overview(self) -> dict[str, Any]:
-        tiers = {"memory": {"bytes": 1, "objects": 1, "capacity_bytes": 10}}
-        sessions = list(self.sessions.values())
-        return {"sessions": sessions, "tiers": tiers, "counters": {"pauses": 1}, "load": {}, "namespace": "n"}
-
-    async def show(self, key: SessionKey) -> dict[str, Any]:
-        return self._find(key)
-
-    async def pause(self, key: SessionKey, timeout_s: float | None = None) -> dict[str, Any]:
-        self.timeouts.append(timeout_s)
-        session = self._find(key)
-        before = session["state"] == "paused"
-        session |= {"state": "paused", "tier": "ssd", "stored_tokens": 96}
-        return session | {"already_paused": before}
-
-    async def resume(self, key: SessionKey, timeout_s: float | None = None) -> dict[str, Any]:
-        return self._find(key) | {"restored_tokens": 96, "recompute_tokens": 4, "restored_from": "ssd"}
-
-    async def forget(self, key: SessionKey, timeout_s: float | None = None) -> dict[str, Any]:
-        self._find(key)
-        del self.sessions[key]
-        freed = {"bytes_freed": 7, "device_tokens_freed": 0}
-        return {"session_id": key.session_id, "deleted": True} | freed
-
-
-@dataclass
 class Server:
     url: str
     front: MemoryFront
-
-
-def make_app(front: MemoryFront) -> FastAPI:
-    app = FastAPI()
-
-    @app.middleware("http")
-    async def key(request: Request, proceed: Callable[[Request], Awaitable[Response]]) -> Response:
-        if request.headers.get("Authorization") != f"Bearer {KEY}" and request.url.path != "/health":
-            return JSONResponse({"error": "Unauthorized"}, status_code=401)  # SGLang's words
-        return await proceed(request)
-
-    @app.get("/health")
-    async def health() -> dict[str, str]:
-        return {}
-
-    app.include_router(make_router(cast(FrontEnd, front)))
-    return app
-
-
-def serve(app: FastAPI) -> Iterator[str]:
-    server = uvicorn.Server(uvicorn.Config(app, host="127.0.0.1", port=0, log_level="error"))
-    thread = threading.Thread(target=server.run)
-    thread.start()
-    while not server.started:
-        assert thread.is_alive()
-        time.sleep(0.01)
-    yield f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
-    server.should_exit = True
-    thread.join()
 
 
 @pytest.fixture(scope="module")
@@ -213,6 +125,36 @@ def test_errors_of_the_server(
         krul.pause("a")
     assert type(caught.value) is expected
     assert str(caught.value) == str(failure)
+
+
+OURS = [kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, KrulError)]
+
+
+@pytest.mark.parametrize("kind", OURS)
+def test_every_error_arrives_as_what_it_was(krul: KrulClient, server: Server, kind: type[KrulError]) -> None:
+    raised = Corrupt("length", "chunk 7 is cut off") if kind is Corrupt else kind("'a': 2 found, give 1")
+    server.front.failure = raised
+    with pytest.raises(KrulError) as caught:
+        krul.pause("a")
+    assert (type(caught.value), str(caught.value)) == (kind, str(raised))
+
+
+def test_every_error_can_be_told_apart() -> None:
+    assert len(OURS) > 12
+    assert {kind.__name__ for kind in OURS} <= set(errors.__all__)
+
+
+@pytest.mark.parametrize(
+    ("status", "expected"),
+    [(409, SessionBusy), (507, StoreFull), (400, KrulError), (500, KrulError), (503, KrulError)],
+)
+def test_errors_of_a_class_that_is_not_known_here(
+    krul: KrulClient, server: Server, status: int, expected: type[KrulError]
+) -> None:
+    server.front.failure = AnswerError(status, "ErrorOfTomorrow", "what it says")
+    with pytest.raises(KrulError, match=rf"/v1/sessions/a/pause with HTTP {status}: what it says") as caught:
+        krul.pause("a")
+    assert type(caught.value) is expected
 
 
 def test_a_timeout_that_the_server_refuses(krul: KrulClient) -> None:

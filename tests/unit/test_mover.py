@@ -180,6 +180,16 @@ def test_chunks_of_a_copy_that_was_killed_are_kept(ssd: SsdTier, far: SsdTier) -
     assert (report.chunks_kept, report.manifest) == (5, record)
 
 
+def test_chunks_left_by_another_history_are_not_taken_for_ours(ssd: SsdTier, far: SsdTier) -> None:
+    Chat(chat(0).key, tokens(70) + tokens(230, first=5000)).write(far)
+    session = chat(300)
+    record = session.write(ssd).manifest
+    far.delete(manifest_key(NAMESPACE, record.digest))
+    report = copy_session(record, ssd, far)
+    assert (report.chunks_kept, report.chunks_copied, report.manifest) == (1, 4, record)
+    assert exact_tokens(far, session) == 288
+
+
 def test_a_chunk_that_the_target_has_damaged_is_copied_anew(ssd: SsdTier, far: SsdTier) -> None:
     session = chat(300)
     record = session.write(ssd).manifest

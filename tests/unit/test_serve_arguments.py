@@ -13,6 +13,7 @@ import pytest
 
 from sgl_krul.cli.serve import serve_arguments
 from sgl_krul.errors import ConfigError
+from sgl_krul.store.root import RootDirectory
 
 MODEL = ["--model-path", "/models/m"]
 OURS = ["--radix-cache-backend", "krul", "--enable-cache-report"]
@@ -94,15 +95,8 @@ def test_a_model_may_be_the_first_argument() -> None:
     assert arguments("org/model", "--tp", "2") == ["--model-path", "org/model", "--tp", "2", *OURS]
 
 
-# `serve` replaces its process, so it runs in one of its own, with a stand-in for the server: the first module
-# `sglang.launch_server` on its path.
-SERVE = """
-import os, sys
-from sgl_krul.cli.serve import serve
-serve(["--model-path", sys.argv[1]], os.environ)
-"""
-
-
+# `krul serve` replaces its process, so it runs in one of its own, with a stand-in for the server: the first
+# module `sglang.launch_server` on its path.
 @pytest.fixture
 def fake_server(tmp_path: Path) -> Path:
     package = tmp_path / "path" / "sglang"
@@ -111,13 +105,14 @@ def fake_server(tmp_path: Path) -> Path:
     return package / "launch_server.py"
 
 
-def start(fake_server: Path, model: Path | str) -> subprocess.Popen[str]:
-    root = Path(__file__).parents[2]
-    environ = {k: v for k, v in os.environ.items() if k != "HF_HUB_OFFLINE"}
+def start(fake_server: Path, *arguments: Path | str) -> subprocess.Popen[str]:
+    root, place = Path(__file__).parents[2], fake_server.parents[2]
+    environ = {k: v for k, v in os.environ.items() if k not in ("HF_HUB_OFFLINE", "KRUL_CONFIG")}
     environ["PYTHONPATH"] = os.pathsep.join((str(fake_server.parents[1]), str(root)))
-    return subprocess.Popen(
-        [sys.executable, "-c", SERVE, str(model)], stdout=subprocess.PIPE, text=True, env=environ
-    )
+    environ["XDG_CACHE_HOME"] = str(place / "cache")  # the store of the default configuration
+    command = [sys.executable, "-m", "sgl_krul.cli", "serve", *map(str, arguments)]
+    pipe = subprocess.PIPE
+    return subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, env=environ)
 
 
 def test_exit_status_and_environment_pass_through(fake_server: Path, tmp_path: Path) -> None:
@@ -153,3 +148,76 @@ def test_a_server_that_is_killed_leaves_nothing_in_between(fake_server: Path) ->
     process = start(fake_server, "org/model")
     process.communicate(timeout=60)
     assert process.returncode == -signal.SIGKILL
+
+
+def refused(fake_server: Path, *arguments: Path | str) -> tuple[int, str]:
+    """The status and the one line of a start that ends before there is a server."""
+    fake_server.write_text("print('the server started')\n")
+    process = start(fake_server, *arguments)
+    output, message = process.communicate(timeout=60)
+    assert output == ""
+    assert message.startswith("krul: ")
+    assert message.count("\n") == 1
+    return process.returncode, message
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [("memory: {capacity_byte: 1GiB}", "memory.capacity_bytes"), ("ssd: {path: here}", "absolute path")],
+)
+def test_a_configuration_that_cannot_be_used_is_told_at_once(
+    fake_server: Path, tmp_path: Path, text: str, words: str
+) -> None:
+    file = tmp_path / "krul.yaml"
+    file.write_text(text)
+    linker_config = json.dumps({"config_file": str(file)})
+    for given in (["--config", file], ["--unified-cache-external-linker-config", linker_config]):
+        # `demo`: nothing is converted first
+        status, message = refused(fake_server, "demo", *given)
+        assert status == 2  # launch/krul.service relies on it
+        assert str(file) in message
+        assert words in message
+    assert not (tmp_path / "cache").exists()
+
+
+def test_a_configuration_that_is_not_there(fake_server: Path, tmp_path: Path) -> None:
+    status, message = refused(fake_server, "org/model", "--config", tmp_path / "none.yaml")
+    assert status == 2
+    assert f"{tmp_path}/none.yaml" in message
+
+
+def test_a_store_that_cannot_be_made(fake_server: Path, tmp_path: Path) -> None:
+    file = tmp_path / "krul.yaml"
+    file.write_text(f"ssd: {{path: {file}/store}}")
+    status, message = refused(fake_server, "org/model", "--config", file)
+    assert status == 1  # another start may find it
+    assert f"{file}/store" in message
+    assert "ENOTDIR" in message
+
+
+def test_a_store_in_use_is_told_at_once_and_by_whom(fake_server: Path, tmp_path: Path) -> None:
+    store, file = tmp_path / "store", tmp_path / "krul.yaml"
+    file.write_text(f"ssd: {{path: {store}}}")
+    other = RootDirectory(store, lock_wait_s=0)
+    try:
+        status, message = refused(fake_server, "org/model", "--config", file)
+        assert status == 1  # another start may find it free
+        assert f"{store}: in use by another server (pid {os.getpid()})" in message
+        # What SGLang's server takes may be asked for all the same.
+        asking = start(fake_server, "org/model", "--config", file, "--help")
+        assert asking.communicate(timeout=60) == ("the server started\n", "")
+    finally:
+        other.close()
+    process = start(fake_server, "org/model", "--config", file)
+    assert process.communicate(timeout=60) == ("the server started\n", "")
+
+
+def test_the_server_can_take_the_lock_itself(fake_server: Path, tmp_path: Path) -> None:
+    fake_server.write_text(
+        "from pathlib import Path\n"
+        "from sgl_krul.store.root import RootDirectory\n"
+        f"RootDirectory(Path({str(tmp_path / 'cache/sgl-krul/sessions')!r}), lock_wait_s=0)\n"
+        "print('locked')\n"
+    )
+    output, _ = start(fake_server, "org/model").communicate(timeout=60)
+    assert output == "locked\n"
