@@ -92,7 +92,7 @@ class ValkeyServer:
             command += [str(self.directory / "sentinel.conf"), "--sentinel"]
         command += ["--port", str(self.port), "--bind", "127.0.0.1", "--dir", str(self.directory)]
         if not self._sentinel:
-            command += ["--save", "", "--appendonly", "no", *self.options]
+            command += ["--save", "", "--appendonly", "no", "--repl-diskless-sync-delay", "0", *self.options]
         if self.password:
             command += ["--requirepass", self.password]
         with (self.directory / "log").open("ab") as log:
@@ -112,6 +112,10 @@ class ValkeyServer:
     def client(self) -> Any:
         """A client of redis-py, to look behind the tier."""
         return redis.Redis(port=self.port, password=self.password or None, protocol=2)
+
+    def holds(self, key: str) -> bool:
+        """Whether this very server has the key; a node of a cluster does not point to another."""
+        return key.encode() in self.client().keys("*")
 
     def signal(self, number: int) -> None:
         """Send it a signal."""
@@ -146,7 +150,7 @@ class ValkeyServer:
 @contextmanager
 def replica_of(master: ValkeyServer, directory: Path) -> Iterator[ValkeyServer]:
     """A read-only replica that is in step."""
-    options = ["--replicaof", "127.0.0.1", str(master.port), "--repl-diskless-sync-delay", "0"]
+    options = ["--replicaof", "127.0.0.1", str(master.port)]
     if master.password:
         options += ["--masterauth", master.password]
     with ValkeyServer(directory, options, password=master.password) as replica:
@@ -173,11 +177,8 @@ def cluster(directory: Path) -> Iterator[list[ValkeyServer]]:
 
 
 def _knows_all_slots(client: Any) -> bool:
-    info = client.execute_command("CLUSTER", "INFO")
-    text = info.decode() if isinstance(info, bytes) else str(info)
-    return "cluster_state:ok" in text.replace("': '", ":") and "cluster_slots_ok:16384" in text.replace(
-        "': '", ":"
-    )
+    lines = client.execute_command("CLUSTER", "INFO").split()
+    return b"cluster_state:ok" in lines and b"cluster_slots_ok:16384" in lines
 
 
 @contextmanager
@@ -197,14 +198,16 @@ def sentinel(master: ValkeyServer, directory: Path, service: str) -> Iterator[Va
 
 
 class Proxy:
-    """Stands before a server: adds latency, speaks TLS, cuts the line after so many bytes sent to the server.
+    """Stands before a server: adds latency, speaks TLS, cuts lines.
 
-    `delay_s` is added on the way back. `cut_after` counts from when it is set; None: never.
+    `delay_s` is added on the way back. `cut_after`: cut a line when so many bytes have gone to the server
+    from now on. `swallow`: cut a line instead of handing on an answer with these bytes in it, once.
     """
 
     def __init__(self, port: int, *, context: ssl.SSLContext | None = None) -> None:
         self.delay_s = 0.0
         self.cut_after: int | None = None
+        self.swallow: bytes | None = None
         self.connections = 0
         self._target = port
         self._context = context
@@ -251,12 +254,19 @@ class Proxy:
             while data := source.recv(1 << 18):
                 if back and self.delay_s:
                     time.sleep(self.delay_s)
-                if not back and self._cuts(len(data)):
+                if self._swallows(data) if back else self._cuts(len(data)):
                     break
                 target.sendall(data)
         for sock in (source, target):
             with suppress(OSError):
                 sock.shutdown(socket.SHUT_RDWR)
+
+    def _swallows(self, data: bytes) -> bool:
+        with self._lock:
+            if self.swallow is None or self.swallow not in data:
+                return False
+            self.swallow = None
+            return True
 
     def _cuts(self, count: int) -> bool:
         with self._lock:

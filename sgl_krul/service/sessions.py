@@ -76,6 +76,7 @@ class SessionService:
         self._tenants = Tenants(config.tenants, self.registry)
         self._pausers = Workers("pause", config.pause.workers)
         self._resumers = Workers("resume", _RESUMERS)
+        self._askers = Workers("resume-shared", _RESUMERS)  # apart: they wait for a network
         self._transfers = Transfers(config, layout, memory, store, hash_pages, self._metrics, clock, now)
         self._upkeep = Upkeep(
             config.placement, namespace, self.registry, self._transfers, self.counters, clock, now
@@ -226,7 +227,10 @@ class SessionService:
         self._refuse_if_busy(session)
         start = self._clock()
         deadline = start + self._config.session.hold_deadline_s
-        future = self._resumers.submit(self._transfers.restore, key, session.paused, self.namespace, deadline)
+        workers = (
+            self._askers if self._transfers.asks_shared(session.paused, self.namespace) else self._resumers
+        )
+        future = workers.submit(self._transfers.restore, key, session.paused, self.namespace, deadline)
         before, session.state = session.state, State.RESUMING
 
         def complete() -> Body:
@@ -368,7 +372,7 @@ class SessionService:
         if known is not None or self.store.shared is None:
             then(known or self.registry.get(key))
             return
-        future = self._resumers.submit(self._transfers.find, key.digest, None, self.namespace)
+        future = self._askers.submit(self._transfers.find, key.digest, None, self.namespace)
 
         def complete() -> Body | None:
             manifest, tiers, why = future.result()
@@ -389,7 +393,12 @@ class SessionService:
         if future is None:
             reply(then())
             return
-        self._jobs.begin(Job("", future, then, reply))
+
+        def complete() -> Body:
+            self._upkeep.take_found()
+            return then()
+
+        self._jobs.begin(Job("", future, complete, reply))
 
     # ---- views ----
 
@@ -420,6 +429,7 @@ class SessionService:
         self._upkeep.close()
         self._pausers.close()
         self._resumers.close()
+        self._askers.close()
         self._transfers.close()
 
     def check(self) -> list[str]:

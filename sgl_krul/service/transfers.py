@@ -43,7 +43,8 @@ __all__ = ["HashPages", "Transfers", "Written"]
 logger = logging.getLogger(__name__)
 
 HashPages = Callable[[SessionKey, "array[int]"], tuple[str, ...]]
-_REMOTE_LOADERS = 4  # they wait for a network most of the time
+_REMOTE_LOADERS = 8  # they wait for a network most of the time
+_REMOTE_AHEAD = 4
 
 
 @dataclass(frozen=True)
@@ -82,8 +83,9 @@ class Transfers:
         self._metrics = metrics
         self._clock = clock
         self._now = now
-        self._ahead = max(config.restore.workers, _REMOTE_LOADERS if store.shared is not None else 1)
-        self._loaders = Workers("load", self._ahead)
+        self._loaders = Workers("load", config.restore.workers)
+        # Apart, so that sessions of the own disk don't queue behind those that wait for a network.
+        self._remote_loaders = Workers("load-shared", max(config.restore.workers, _REMOTE_LOADERS))
         self._shared_seen: dict[str, float] = {}
 
     # ---- pause ----
@@ -163,7 +165,7 @@ class Transfers:
         return Written(
             PausedCopy.of(first.manifest, *reports),
             first,
-            {name: str(error) for name, error in failed.items()},
+            self.store.passed_over(targets) | {name: str(error) for name, error in failed.items()},
         )
 
     def _drop_older(self, snapshot: Snapshot, replaced: PausedCopy | None, written: Sequence[str]) -> None:
@@ -202,13 +204,15 @@ class Transfers:
             report.corrupt_chunks = 1
             report.end("corrupt", "corrupt manifest (identity: its page hashes are not those of its tokens)")
             return report
-        self.store.touch([manifest_key(namespace, key.digest), *(chunk.key for chunk in manifest.chunks)])
+        if any(map(self.store.is_shared, tiers)):
+            self.store.touch([manifest_key(namespace, key.digest), *(chunk.key for chunk in manifest.chunks)])
+        remote = self.store.is_shared(tiers[0])
         restorer = Restorer(
             [*tiers, *self.store.others(tiers)],
             self.memory,
             self._layout,
-            self._loaders,
-            ahead=self._ahead,
+            self._remote_loaders if remote else self._loaders,
+            ahead=max(self._config.restore.workers, _REMOTE_AHEAD if remote else 1),
         )
         report = restorer.run(manifest, deadline=deadline, clock=self._clock, cancelled=self.stop)
         report.tiers = tuple(tier.name for tier in tiers)
@@ -248,6 +252,10 @@ class Transfers:
             return None, [], why
         newest = max((manifest for manifest, _ in found), key=lambda manifest: manifest.paused_at)
         return newest, [tier for manifest, tier in found if manifest == newest], ("", "")
+
+    def asks_shared(self, paused: PausedCopy | None, namespace: str) -> bool:
+        """Whether a restore looks into the shared tier, and may wait for a network."""
+        return any(map(self.store.is_shared, self._places_of(paused, namespace)))
 
     def _places_of(self, paused: PausedCopy | None, namespace: str) -> tuple[CheckedTier, ...]:
         """Where to look: where it was put; the shared tier for what another server may have put there."""
@@ -372,6 +380,7 @@ class Transfers:
         """Stop the loaders."""
         self.stop.set()
         self._loaders.close()
+        self._remote_loaders.close()
 
 
 def _worst(failed: Mapping[str, StoreError]) -> StoreError:

@@ -34,7 +34,6 @@ __all__ = ["Upkeep"]
 logger = logging.getLogger(__name__)
 
 _PUBLISH_S = 1.0  # how often metrics are brought up to date
-_LOOK_S = 1.0  # a look at the shared tier is good for so long, when somebody asks
 
 Task = tuple[Future[Any], Callable[[], None]]
 
@@ -71,7 +70,6 @@ class Upkeep:
         self._looking: Future[None] | None = None
         self._publishing: Future[None] | None = None
         self._found: deque[tuple[Catalog, frozenset[str], str]] = deque()
-        self._looked = float("-inf")
 
     # ---- told by the service ----
 
@@ -90,17 +88,30 @@ class Upkeep:
         self._resting.clear()
         self._queue.clear()
         self._transfers.forget_seen()
-        self._looked = float("-inf")
 
     def look_around(self) -> Future[None] | None:
-        """See what other servers paused into the shared tier; None when there is nothing to wait for."""
-        shared = self._store.shared
-        if shared is None or not shared.available or self._clock() - self._looked < _LOOK_S:
-            self._take_found()
+        """See what other servers paused into the shared tier up to now; `take_found` when it is done.
+
+        None when there is nothing to wait for.
+        """
+        if self._store.shared is None or not self._store.shared.available:
             return None
-        if self._looking is None or self._looking.done():
+        waiting = self._looking is not None and not (self._looking.running() or self._looking.done())
+        if not waiting:  # one that runs already may have looked too early
             self._looking = self._lookers.submit(self._look)
         return self._looking
+
+    def take_found(self) -> None:
+        """Enter what the worker found: new and newer sessions, and those that have gone."""
+        while self._found:
+            catalog, present, tier = self._found.popleft()
+            self._counters.corrupt_manifests += catalog.corrupt
+            for session in catalog.sessions:
+                self._registry.add(session)
+            for session in self._registry:
+                if session.paused is not None and tier in session.paused.tiers:
+                    if session.digest not in present and session.state is State.PAUSED:
+                        self._gone(session, tier)
 
     @property
     def working(self) -> bool:
@@ -110,7 +121,7 @@ class Upkeep:
 
     def poll(self) -> bool:
         """Begin what is due, take what is done. True when metrics should be published. Never blocks."""
-        self._take_found()
+        self.take_found()
         if self._task is not None and self._task[0].done():
             task, self._task = self._task, None
             task[1]()
@@ -159,19 +170,6 @@ class Upkeep:
             self._found.append(self._transfers.discover(self._namespace))
         except StoreError as error:
             logger.warning("krul: the shared tier could not be listed: %s", error)
-
-    def _take_found(self) -> None:
-        """Enter what the worker found: new and newer sessions, and those that have gone."""
-        while self._found:
-            catalog, present, tier = self._found.popleft()
-            self._looked = self._clock()
-            self._counters.corrupt_manifests += catalog.corrupt
-            for session in catalog.sessions:
-                self._registry.add(session)
-            for session in self._registry:
-                if session.paused is not None and tier in session.paused.tiers:
-                    if session.digest not in present and session.state is State.PAUSED:
-                        self._gone(session, tier)
 
     def _gone(self, session: Session, tier: str) -> None:
         assert session.paused is not None

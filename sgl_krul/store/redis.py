@@ -55,8 +55,10 @@ class RedisTier:
     An object lives for `ttl_s` from its last put, read of its header, or touch. `usage` counts what this
     tier changed and what `refresh` found; it is the soft bound of `put`. A `lease` covers the objects right
     below its prefix, not those of directories below. When the confirmation of a put gets lost, and so do
-    those of its repeats, it raises StoreUnavailable although the new object may be in place. Puts and reads
-    go on for `timeout_s` without an answer, and calls of several round trips fail at the first such one.
+    those of its repeats, it raises StoreUnavailable although the new object may be in place. A call of many
+    round trips fails at the first without an answer for `timeout_s`. Of a cluster, what lies on nodes that
+    are up goes on; while the node with the list of directories is down, a `scan` of more than one directory
+    fails, and what is put meanwhile is listed from its next put or touch on.
     """
 
     name = "redis"
@@ -264,7 +266,7 @@ class _Node:
         try:
             connection = self._pool.get_connection()
         except (said.RedisError, OSError) as error:
-            raise _as_failure(error, self._timeout_s) from error
+            raise node_failure(error, self._timeout_s) from error
         replies: list[object] = []
         try:
             connection.send_packed_command(packed)  # type: ignore[no-untyped-call]
@@ -272,7 +274,7 @@ class _Node:
                 reply = self._read(connection)
                 replies.append(reply if isinstance(reply, (StoreError, Elsewhere)) else taker(reply))
         except (said.RedisError, OSError) as error:
-            raise _as_failure(error, self._timeout_s) from error
+            raise node_failure(error, self._timeout_s) from error
         finally:
             if len(replies) < len(take) or self._closed:
                 connection.disconnect()  # type: ignore[no-untyped-call]
@@ -283,11 +285,11 @@ class _Node:
         try:
             reply = connection.read_response()
         except said.ResponseError as error:
-            return _as_reply(error, self.place)
+            return reply_error(error, self.place)
         if isinstance(reply, list):  # of EXEC: errors of single commands
             for item in reply:
                 if isinstance(item, said.RedisError):
-                    return _as_reply(item, self.place)
+                    return reply_error(item, self.place)
         return reply
 
     def close(self) -> None:
@@ -316,7 +318,7 @@ def _connection_options(endpoint: Endpoint, settings: RedisSettings) -> dict[str
     return options
 
 
-def _as_failure(error: Exception, timeout_s: float) -> NodeFailure:
+def node_failure(error: Exception, timeout_s: float) -> NodeFailure:
     """What a connection that failed means."""
     text = str(error)
     code = getattr(error, "status_code", "") or ""
@@ -340,7 +342,7 @@ def _as_failure(error: Exception, timeout_s: float) -> NodeFailure:
     return NodeFailure(f"{text.rstrip('.')}; see whether it runs and redis.url is right", again=True)
 
 
-def _as_reply(error: said.RedisError, place: str) -> StoreError | Elsewhere:
+def reply_error(error: said.RedisError, place: str) -> StoreError | Elsewhere:
     """What an error in place of an answer means."""
     text = f"{place}: {error}"
     if isinstance(error, said.OutOfMemoryError):

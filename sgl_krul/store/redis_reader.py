@@ -135,19 +135,21 @@ class Reader:
         self, reads: Sequence[Read], waiting: Sequence[int], results: list[StoreError | None]
     ) -> list[int]:
         """Read what waits. Returns those whose object was replaced in the middle."""
-        shapes = self._find_shapes(reads, waiting, results)
+        hints = {number: self.shapes.get(reads[number].key) for number in waiting}
+        shapes = self._find_shapes(reads, hints, results)
         fetches: list[_Fetch] = []
+        replaced = set()
         for number, shape in shapes.items():
             key, offset, views = reads[number]
             end = offset + sum(view.nbytes for view in views)
-            if end > shape.body_bytes:
-                self.shapes.drop(key)
-                results[number] = Corrupt(
-                    "length", f"{key}: byte {end} asked for, the body has {shape.body_bytes}"
-                )
-            else:
+            if end <= shape.body_bytes:
                 fetches += _fetches(number, shape, plan_read(shape, offset, views))
-        replaced = set()
+            elif hints[number] is not None:
+                self.shapes.drop(key)
+                replaced.add(number)  # perhaps: look again
+            else:
+                text = f"{key}: byte {end} asked for, the body has {shape.body_bytes}"
+                results[number] = Corrupt("length", text)
         for group in _grouped(fetches):
             for fetch, outcome in zip(group, self._fetch(reads, group), strict=True):
                 if isinstance(outcome, StoreError):
@@ -165,12 +167,11 @@ class Reader:
                 self.shapes.set(key, decode_shape(key, raw))
 
     def _find_shapes(
-        self, reads: Sequence[Read], waiting: Sequence[int], results: list[StoreError | None]
+        self, reads: Sequence[Read], hints: dict[int, Shape | None], results: list[StoreError | None]
     ) -> dict[int, Shape]:
-        """The shapes of what waits: known ones, and the others asked for; what has none has its error."""
-        shapes = {number: self.shapes.get(reads[number].key) for number in waiting}
-        found = {number: shape for number, shape in shapes.items() if shape is not None}
-        asked = [number for number in waiting if shapes[number] is None]
+        """The shapes: those of the hints, and the others asked for; what has none has its error."""
+        found = {number: shape for number, shape in hints.items() if shape is not None}
+        asked = [number for number, shape in hints.items() if shape is None]
         looks = []
         for number in asked:
             tag, name = split_key(reads[number].key)

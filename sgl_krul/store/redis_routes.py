@@ -37,8 +37,11 @@ class Routes(Protocol):
         """
         ...
 
-    def forget(self) -> bool:
-        """Something was not where it should be: ask before the next answer. False when that helps nothing."""
+    def forget(self, *, at_once: bool) -> bool:
+        """What is known led nowhere: ask before the next answer. False when asking helps nothing.
+
+        With `at_once` (a server said so) even if it was asked a moment ago, else once a second at most.
+        """
         ...
 
 
@@ -52,13 +55,13 @@ class FixedRoutes:
         """See Routes."""
         return self._endpoint
 
-    def forget(self) -> bool:
+    def forget(self, *, at_once: bool) -> bool:
         """See Routes."""
         return False
 
 
 class _Learned:
-    """What is asked for at first use and after `forget`, by one thread at a time, at most once a second."""
+    """What is asked for at first use and after `forget`, by one thread at a time."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
@@ -67,8 +70,10 @@ class _Learned:
         self._asked_at = -_LEARN_EVERY_S
         self._failure = ""
 
-    def forget(self) -> bool:
+    def forget(self, *, at_once: bool) -> bool:
         """See Routes."""
+        if at_once:
+            self._asked_at = self._clock() - _LEARN_EVERY_S
         self._known = False
         return True
 

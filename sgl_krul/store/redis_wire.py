@@ -142,7 +142,7 @@ class Wire:
                     replies[number] = reply
                 if any(isinstance(replies[number], Elsewhere) for number in numbers):
                     again += numbers  # all of it: there may be a transaction among them
-            if not again or not self._routes.forget():
+            if not again or not self._routes.forget(at_once=True):
                 break
             waiting = again
             if attempt < _ATTEMPTS - 1:
@@ -190,7 +190,7 @@ class Wire:
             try:
                 return self._try(node, packed, takes)
             except NodeFailure as failure:
-                self._routes.forget()
+                self._routes.forget(at_once=False)
                 late = self._timing.clock() - started >= self.timeout_s / 2
                 if late or not failure.again or attempt == _ATTEMPTS - 1 or not node.breaker.available:
                     return [StoreUnavailable(f"{node.place}: {failure.reason}")] * len(commands)

@@ -95,11 +95,13 @@ class Writer:
             ]
             if not first:
                 self._leases.renew(tag)
-            first = []
             with self._in_flight.taken(size, self._wire.timeout_s):
                 replies = self._wire.run(requests)
+            if first and isinstance(replies[0], StoreUnavailable):
+                replies = replies[1:]  # of a cluster another node: it must not stop what it does not hold
             for reply in replies:
                 value_of(reply)
+            first = []
 
     def _commit(self, tag: str, name: str, token: bytes, shape: bytes, *, fields: int, size: int) -> None:
         lease = self._leases.token(tag)

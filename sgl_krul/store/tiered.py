@@ -71,6 +71,14 @@ class TieredStore:
             chosen = self.names if self.policy.replicate == "both" else (self.policy.replicate,)
         return list(self.choose(chosen) or self.tiers)
 
+    def passed_over(self, targets: Sequence[CheckedTier]) -> dict[str, str]:
+        """The tiers that should have a copy by the policy and are not among `targets`, each with why."""
+        return {
+            tier.name: "it has no room" if self.available(tier) else "it is out of reach"
+            for tier in self.choose(self.policy.wanted)
+            if tier not in targets
+        }
+
     def others(self, tiers: Sequence[CheckedTier]) -> list[CheckedTier]:
         """The tiers that are not among these and can be reached."""
         return [tier for tier in self.tiers if tier not in tiers and self.available(tier)]

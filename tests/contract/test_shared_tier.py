@@ -11,6 +11,7 @@ import pytest
 
 from sgl_krul.errors import LeaseHeld, StoreError, StoreUnavailable
 from sgl_krul.store.tier import SharedTier
+from tests.faults import Backing, FakeSharedTier
 from tests.redis_servers import ValkeyServer, open_tier
 
 LEASE_S = 0.4
@@ -23,11 +24,15 @@ def redis_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ValkeySer
         yield server
 
 
-@pytest.fixture(params=["redis"])
+@pytest.fixture(params=["redis", "fake"])
 def pair(
     request: pytest.FixtureRequest, redis_server: ValkeyServer
 ) -> Iterator[tuple[SharedTier, SharedTier]]:
     """The same empty place, as the servers alpha:1 and beta:2 see it."""
+    if request.param == "fake":
+        backing = Backing()
+        yield tuple(FakeSharedTier(backing, owner=owner, lease_s=LEASE_S) for owner in ("alpha:1", "beta:2"))  # type: ignore[misc]
+        return
     redis_server.client().flushall()
     with (
         open_tier(redis_server.url, owner="alpha:1", lease_s=LEASE_S) as alpha,

@@ -13,6 +13,7 @@ import pytest
 from sgl_krul.errors import Corrupt, Missing, StoreFull
 from sgl_krul.store import MemoryTier, SsdTier, Tier
 from sgl_krul.store.tier import MAX_HEADER_BYTES
+from tests.faults import Backing, FakeSharedTier
 from tests.redis_servers import ValkeyServer, open_tier
 
 LAYERS = 4
@@ -26,13 +27,15 @@ def redis_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ValkeySer
         yield server
 
 
-@pytest.fixture(params=["memory", "ssd", "redis"])
+@pytest.fixture(params=["memory", "ssd", "redis", "fake"])
 def tier(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Tier]:
     """An empty tier with room for 64 objects of BODY bytes."""
     if request.param == "memory":
         memory = MemoryTier(LAYERS, SEGMENT, 64 * BODY)
         yield memory
         assert memory.check() == []
+    elif request.param == "fake":
+        yield FakeSharedTier(Backing(), capacity_bytes=64 * (BODY + 64))
     elif request.param == "redis":
         server: ValkeyServer = request.getfixturevalue("redis_server")
         server.client().flushall()

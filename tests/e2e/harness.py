@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import random
 import signal
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -117,9 +117,15 @@ class ServerFactory:
         self._running: list[Chatter] = []
 
     def config(
-        self, *, memory: int = 512 * MiB, store: Path | None = None, ssd: bool = True, **session: Any
+        self,
+        *,
+        memory: int = 512 * MiB,
+        store: Path | None = None,
+        ssd: bool = True,
+        more: str = "",
+        **session: Any,
     ) -> Path:
-        """A configuration file."""
+        """A configuration file; `more` are further sections."""
         path = self.place / "krul.yaml"
         lines = [
             f"memory: {{capacity_bytes: {memory}}}",
@@ -131,7 +137,7 @@ class ServerFactory:
             lines.append(
                 "session: {" + ", ".join(f"{name}: {value}" for name, value in session.items()) + "}"
             )
-        path.write_text("\n".join(lines) + "\n")
+        path.write_text("\n".join([*lines, more]) + "\n")
         return path
 
     def start(self, *arguments: str, config: Path | None = None, api_key: str | None = None) -> Chatter:
@@ -146,6 +152,7 @@ class ServerFactory:
         config: Path | None = None,
         api_key: str | None = None,
         starter: Sequence[str] = KRUL_SERVE,
+        environ: Mapping[str, str] | None = None,
     ) -> ServerProcess:
         """A server that is only starting, by `starter`: KRUL_SERVE or SGLANG."""
         self.close()
@@ -155,9 +162,15 @@ class ServerFactory:
         given += [*QUICK_START, *arguments]
         if starter is SGLANG:
             given = serve_arguments(given, demo_model=lambda: demo_model_path(cache_home(os.environ), print))
-        process = ServerProcess(given, log=self.place / "server.log", api_key=api_key, module=starter)
+        log = self.place / "server.log"
+        process = ServerProcess(given, log=log, api_key=api_key, module=starter, environ=environ)
         self._running.append(Chatter(process, api_key))
         return process
+
+    @property
+    def running(self) -> Chatter:
+        """The server that was launched last."""
+        return self._running[-1]
 
     def close(self) -> None:
         """Kill what runs."""
