@@ -7,6 +7,9 @@ with KrulClient("http://127.0.0.1:30000") as krul:
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from types import TracebackType
 from typing import Any, NoReturn, Self, TypeVar, cast
 from urllib.parse import quote
@@ -15,7 +18,14 @@ import httpx
 from pydantic import BaseModel, ValidationError
 
 from sgl_krul import errors
-from sgl_krul.api.schemas import DeleteResult, Overview, PauseResult, ResumeResult, SessionInfo
+from sgl_krul.api.schemas import (
+    DeleteResult,
+    MoveResult,
+    Overview,
+    PauseResult,
+    ResumeResult,
+    SessionInfo,
+)
 from sgl_krul.errors import Corrupt, CorruptReason, KrulError, SessionBusy, StoreFull
 from sgl_krul.session.record import validate_session_id
 
@@ -99,6 +109,48 @@ class KrulClient:
         """Delete the session everywhere."""
         return self._call("DELETE", _path(session_id), DeleteResult, params=_given(cache_salt, extra_key))
 
+    def move(
+        self, session_id: str, to: str, *, cache_salt: str | None = None, extra_key: str | None = None
+    ) -> MoveResult:
+        """Put a paused session into one tier, "ssd" or "redis", and nowhere else."""
+        body = _given(cache_salt, extra_key) | {"to": to}
+        return self._call("POST", f"{_path(session_id)}/move", MoveResult, body=body)
+
+    def export_session(
+        self, session_id: str, file: Path, *, cache_salt: str | None = None, extra_key: str | None = None
+    ) -> int:
+        """Write a paused session to `file`; returns its bytes. A file that is there is replaced at the end.
+
+        Raises OSError where the file can't be written.
+        """
+        path = f"{_path(session_id)}/export"
+        partial = file.with_name(f".{file.name}.part")
+        try:
+            with self._stream("POST", path, json=_given(cache_salt, extra_key)) as response:
+                if not response.is_success:
+                    response.read()
+                    self._raise(response, path)
+                with partial.open("wb") as out:
+                    for piece in response.iter_bytes():
+                        out.write(piece)
+            size = partial.stat().st_size
+            partial.replace(file)
+        finally:
+            partial.unlink(missing_ok=True)
+        return size
+
+    def import_session(self, file: Path) -> SessionInfo:
+        """Store the session of an exported file; it is a paused session of this server then.
+
+        Raises OSError where the file can't be read.
+        """
+        path = f"{_ROUTE}/import"
+        with file.open("rb") as body, self._stream("POST", path, content=body) as response:
+            response.read()
+            if not response.is_success:
+                self._raise(response, path)
+            return self._read(response, path, SessionInfo)
+
     def health(self) -> bool:
         """True when the server answers and is ready. Raises nothing but for a base URL that can't be used."""
         try:
@@ -127,8 +179,22 @@ class KrulClient:
         body: dict[str, Any] | None = None,
         params: dict[str, Any] | None = None,
     ) -> _M:
-        try:
+        with self._mapped(method, path):
             response = self._http.request(method, path, json=body, params=params or None)
+        if not response.is_success:
+            self._raise(response, path)
+        return self._read(response, path, model)
+
+    @contextmanager
+    def _stream(self, method: str, path: str, **body: Any) -> Iterator[httpx.Response]:
+        with self._mapped(method, path), self._http.stream(method, path, **body) as response:
+            yield response
+
+    @contextmanager
+    def _mapped(self, method: str, path: str) -> Iterator[None]:
+        """What httpx raises leaves as a KrulError that says what to do."""
+        try:
+            yield
         except httpx.TimeoutException as error:
             raise KrulError(
                 f"{self.base_url} did not answer {method} {path} in time ({type(error).__name__}): is it "
@@ -139,8 +205,8 @@ class KrulClient:
                 f"no server can be reached at {self.base_url} ({error}): start one with `krul serve`, or "
                 "name another with --url or $KRUL_URL"
             ) from error
-        if not response.is_success:
-            self._raise(response, path)
+
+    def _read(self, response: httpx.Response, path: str, model: type[_M]) -> _M:
         try:
             return model.model_validate_json(response.content)
         except ValidationError as error:

@@ -54,6 +54,25 @@ def make_router(front: FrontEnd) -> APIRouter:
         body = body or ResumeRequest()
         return await _verb(session_id, body, lambda key: front.resume(key, body.timeout_s), ResumeResult)
 
+    @router.get("/{session_id:path}", response_model=SessionInfo, responses=_ERRORS)
+    async def show(session_id: str, cache_salt: str | None = None, extra_key: str | None = None) -> Any:
+        """One session."""
+        salts = PauseRequest(cache_salt=cache_salt, extra_key=extra_key)
+        return await _verb(session_id, salts, front.show, SessionInfo)
+
+    @router.delete("/{session_id:path}", response_model=DeleteResult, responses=_ERRORS)
+    async def delete(session_id: str, cache_salt: str | None = None, extra_key: str | None = None) -> Any:
+        """Delete the session everywhere."""
+        salts = PauseRequest(cache_salt=cache_salt, extra_key=extra_key)
+        return await _verb(session_id, salts, front.forget, DeleteResult)
+
+    _add_transfers(router, front)
+    return router
+
+
+def _add_transfers(router: APIRouter, front: FrontEnd) -> None:
+    """The routes that take a stored session elsewhere."""
+
     @router.post("/{session_id:path}/move", response_model=MoveResult, responses=_ERRORS)
     async def move(session_id: str, body: MoveRequest) -> Any:
         """Put a paused session into one tier, and nowhere else."""
@@ -86,20 +105,6 @@ def make_router(front: FrontEnd) -> APIRouter:
             return _error(507, "StoreFull", f"the upload could not be kept in {place}: {error.strerror}")
         finally:
             remove_workplace(place)
-
-    @router.get("/{session_id:path}", response_model=SessionInfo, responses=_ERRORS)
-    async def show(session_id: str, cache_salt: str | None = None, extra_key: str | None = None) -> Any:
-        """One session."""
-        salts = PauseRequest(cache_salt=cache_salt, extra_key=extra_key)
-        return await _verb(session_id, salts, front.show, SessionInfo)
-
-    @router.delete("/{session_id:path}", response_model=DeleteResult, responses=_ERRORS)
-    async def delete(session_id: str, cache_salt: str | None = None, extra_key: str | None = None) -> Any:
-        """Delete the session everywhere."""
-        salts = PauseRequest(cache_salt=cache_salt, extra_key=extra_key)
-        return await _verb(session_id, salts, front.forget, DeleteResult)
-
-    return router
 
 
 async def _verb(session_id: str, body: Any, call: Any, model: type[BaseModel]) -> Any:

@@ -1,9 +1,12 @@
-"""`krul sessions`: list, show, pause, resume and remove the sessions of a running server."""
+"""`krul sessions`: list, show, pause, resume, move, export, import and remove a running server's sessions."""
 
 from __future__ import annotations
 
 import os
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -15,6 +18,7 @@ from rich.text import Text
 from sgl_krul.api.client import KrulClient
 from sgl_krul.api.schemas import Overview, PauseResult, ResumeResult, SessionInfo
 from sgl_krul.config import client_settings, format_duration, format_size
+from sgl_krul.errors import KrulError
 
 __all__ = ["ApiKey", "Url", "overview_table", "pause_line", "resume_line", "sessions_app"]
 
@@ -30,6 +34,7 @@ _Extra = Annotated[str | None, typer.Option(help="The extra_key of the chat's re
 _Timeout = Annotated[
     float | None, typer.Option(min=0, help="Seconds to wait for a turn that is running.", show_default=False)
 ]
+_File = Annotated[Path, typer.Argument(metavar="FILE", help="The exported session.")]
 
 sessions_app = typer.Typer(no_args_is_help=True, help="The sessions of a running server.")
 
@@ -100,6 +105,45 @@ def resume(
 
 
 @sessions_app.command()
+def move(
+    session_id: _Id,
+    to: Annotated[str, typer.Option(help="The tier that is to have it: ssd or redis.")],
+    url: Url = None,
+    api_key: ApiKey = None,
+    cache_salt: _Salt = None,
+    extra_key: _Extra = None,
+    json: _Json = False,
+) -> None:
+    """Put a paused session into one tier, and nowhere else. From redis, any server may resume it."""
+    with _client(url, api_key) as client:
+        result = client.move(session_id, to, cache_salt=cache_salt, extra_key=extra_key)
+    _print(result, json, f"{_name(result)}: {_what_is_stored(result)}, {result.elapsed_ms:.0f} ms")
+
+
+@sessions_app.command()
+def export(
+    session_id: _Id,
+    file: _File,
+    url: Url = None,
+    api_key: ApiKey = None,
+    cache_salt: _Salt = None,
+    extra_key: _Extra = None,
+) -> None:
+    """Write a paused session to a file, to import it where the same model is served."""
+    with _client(url, api_key) as client, _naming(file):
+        size = client.export_session(session_id, file, cache_salt=cache_salt, extra_key=extra_key)
+    print(f"{session_id!r} is in {file}: {format_size(size)}")
+
+
+@sessions_app.command("import")
+def import_session(file: _File, url: Url = None, api_key: ApiKey = None, json: _Json = False) -> None:
+    """Store the session of an exported file. Its next request resumes it."""
+    with _client(url, api_key) as client, _naming(file):
+        session = client.import_session(file)
+    _print(session, json, f"{_name(session)} is {session.state}: {_what_is_stored(session)}")
+
+
+@sessions_app.command()
 def rm(
     session_id: _Id,
     url: Url = None,
@@ -143,10 +187,11 @@ def pause_line(result: PauseResult) -> str:
     """What a pause did, in a line."""
     if result.already_paused:
         return f"{_name(result)} was paused before: {_what_is_stored(result)}"
-    return (
+    line = (
         f"{_name(result)} is paused: {_what_is_stored(result)}; {result.device_tokens_freed:,} tokens "
         f"freed on the device, {result.elapsed_ms:.0f} ms"
     )
+    return "; ".join([line, *(f"not in {tier}: {why}" for tier, why in result.not_written.items())])
 
 
 def resume_line(result: ResumeResult) -> str:
@@ -167,7 +212,7 @@ def _what_is_stored(session: SessionInfo) -> str:
         return f"{session.tokens:,} tokens, none stored{damaged}"
     return (
         f"{session.stored_tokens:,} of {session.tokens:,} tokens stored, {format_size(session.bytes_stored)} "
-        f"in {session.tier}, {kind}{damaged}"
+        f"in {' and '.join(session.tiers) or session.tier}, {kind}{damaged}"
     )
 
 
@@ -178,6 +223,15 @@ def _name(session: SessionInfo) -> str:
 def _client(url: str | None, api_key: str | None) -> KrulClient:
     settings = client_settings(os.environ, url, api_key)
     return KrulClient(settings.url, settings.api_key)
+
+
+@contextmanager
+def _naming(file: Path) -> Iterator[None]:
+    """An OSError leaves as a KrulError that names the file."""
+    try:
+        yield
+    except OSError as error:
+        raise KrulError(f"{file}: {error.strerror}: give a file that can be read or written") from error
 
 
 def _console() -> Console:

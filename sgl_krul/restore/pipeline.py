@@ -10,11 +10,12 @@ again (invariant 1).
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from threading import Event
 
+import msgspec
 import numpy as np
 
 from sgl_krul.codec.base import Mode
@@ -60,6 +61,9 @@ class RestoreReport:
         self.pins.clear()
 
 
+Names = Mapping[str, Mapping[tuple[str, int], str]]  # tier -> (last page hash, pages) -> key of the chunk
+
+
 class _NoRoom(Exception):
     """The memory tier has no slot left that is not in use."""
 
@@ -96,13 +100,24 @@ class Restorer:
         self._ahead = ahead
 
     def run(
-        self, manifest: Manifest, *, deadline: float, clock: Callable[[], float], cancelled: Event
+        self,
+        manifest: Manifest,
+        *,
+        copies: Mapping[str, Manifest] | None = None,
+        deadline: float,
+        clock: Callable[[], float],
+        cancelled: Event,
     ) -> RestoreReport:
         """Restore the leading chunks of `manifest`; returns them pinned. Blocks: call it from its own worker.
 
+        `copies`: by tier, the session's manifest there, where the same chunks may have other names.
         `deadline` is in seconds of `clock`. After it, or when `cancelled` is set, no further chunk is begun.
         """
         report = RestoreReport(manifest=manifest)
+        names = {
+            tier: {(ref.last_page_hash, ref.pages): ref.key for ref in copy.chunks}
+            for tier, copy in (copies or {}).items()
+        }
         waiting = deque(self._chunks(manifest))
         running: deque[tuple[_Chunk, Future[_Fetched]]] = deque()
         try:
@@ -113,7 +128,7 @@ class Restorer:
                         report.end(why, why)
                         break
                     chunk = waiting.popleft()
-                    running.append((chunk, self._workers.submit(self._fetch, chunk, manifest.namespace)))
+                    running.append((chunk, self._workers.submit(self._fetch, chunk, manifest.namespace, names)))
                 if not running:
                     break
                 self._collect(*running.popleft(), report)
@@ -169,18 +184,20 @@ class Restorer:
         names = ["", *(tier.name for tier in self._tiers)]
         return max(one, other, key=names.index)
 
-    def _fetch(self, chunk: _Chunk, namespace: str) -> _Fetched:
+    def _fetch(self, chunk: _Chunk, namespace: str, names: Names) -> _Fetched:
         """The chunk from the first tier that has it intact; else what the fastest one's copy lacked."""
         pinned = self._memory.pin(chunk.keys)
         if pinned is not None:
             return _Fetched(pinned)
         errors: list[StoreError] = []
         for tier in self._tiers:
+            key = names.get(tier.name, {}).get((chunk.ref.last_page_hash, chunk.ref.pages), chunk.ref.key)
+            there = replace(chunk, ref=msgspec.structs.replace(chunk.ref, key=key))
             try:
-                pinned, bytes_read = self._fetch_from(tier, chunk, namespace)
+                pinned, bytes_read = self._fetch_from(tier, there, namespace)
             except (Corrupt, Missing, StoreUnavailable) as error:
                 errors.append(error)
-                self._drop_if_damaged(tier, chunk, error)
+                self._drop_if_damaged(tier, there, error)
                 continue
             damaged = sum(isinstance(error, Corrupt) for error in errors)
             return _Fetched(pinned, bytes_read, tier.name, damaged)

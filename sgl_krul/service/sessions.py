@@ -161,7 +161,8 @@ class SessionService:
         """
         self._refuse_if_busy(session)
         size = len(page_hashes) * self.layout.page_bytes
-        self._tenants.require_room(session, size)
+        self._tenants.claim(session, size)
+        self._upkeep.wakes(session.digest)
         snapshot = Snapshot(
             namespace=self.namespace,
             digest=session.digest,
@@ -183,6 +184,7 @@ class SessionService:
         session.state = State.PAUSING
 
         def complete() -> Body:
+            self._tenants.settle(session)
             error = future.exception()
             if error is None:
                 session.paused = future.result().copy
@@ -264,8 +266,9 @@ class SessionService:
         if manifest is not None and manifest.namespace == self.namespace:
             session.paused = PausedCopy.of(manifest, *report.tiers)
             session.state = State.PAUSED
-            session.in_memory = report.tokens > 0
-            self.registry.add(session)
+            session.last_used = max(session.last_used, manifest.paused_at)
+            known = self.registry.add(session)
+            known.in_memory = known.state is State.PAUSED and report.tokens > 0
         elif session.state is State.PAUSED and report.miss == "missing" and not session.rests_in_memory:
             self.registry.remove(session.digest)  # no tier has it: what is listed must be there
 
@@ -474,12 +477,12 @@ class SessionService:
 
     def _account(self, session: Session, report: RestoreReport, seconds: float) -> None:
         session.corrupt_chunks += report.corrupt_chunks
-        self.counters.resumes += 1
-        self.counters.restored_tokens += report.tokens
         self.counters.corrupt_chunks += report.corrupt_chunks
         self.counters.missing_chunks += report.missing_chunks
         if session.paused is None and report.manifest is None:
             return  # a new chat: nobody expected to find it
+        self.counters.resumes += 1
+        self.counters.restored_tokens += report.tokens
         if report.miss and not session.rests_in_memory:
             self.counters.holes += 1
             self._metrics.miss(report.miss)

@@ -14,11 +14,25 @@ class Tenants:
 
     def __init__(self, config: TenantsConfig, registry: Registry) -> None:
         self._registry = registry
+        self._claims: dict[str, int] = {}  # bytes that are being written, by session
         self._rules = TenantRules(
             config.separator,
             config.quota_bytes,
             tuple(TenantRule(rule.prefix, rule.tenant, rule.quota_bytes) for rule in config.rules),
         )
+
+    def claim(self, session: Session, size_bytes: int) -> None:
+        """`require_room`, and count these bytes for it until `settle`: it is being written.
+
+        Raises:
+            QuotaExceeded
+        """
+        self.require_room(session, size_bytes)
+        self._claims[session.digest] = size_bytes
+
+    def settle(self, session: Session) -> None:
+        """The writing is over: what is stored counts again."""
+        self._claims.pop(session.digest, None)
 
     def require_room(self, session: Session, size_bytes: int) -> None:
         """Let `session` be stored with `size_bytes`.
@@ -31,9 +45,13 @@ class Tenants:
         if not quota:
             return
         used = sum(
-            other.paused.stored_bytes
+            size
             for other in self._registry
-            if other.paused is not None and self._rules.tenant_of(other.session_id) == tenant
+            if (size := self._stored(other)) and self._rules.tenant_of(other.session_id) == tenant
         )
-        replaced = session.paused.stored_bytes if session.paused is not None else 0
+        replaced = self._stored(session)
         check_quota(tenant, used, replaced, size_bytes, quota)
+
+    def _stored(self, session: Session) -> int:
+        stored = session.paused.stored_bytes if session.paused is not None else 0
+        return self._claims.get(session.digest, stored)

@@ -23,7 +23,7 @@ from sgl_krul.pause.pipeline import PageSource, PauseReport, Snapshot, write_ses
 from sgl_krul.restore.pipeline import Restorer, RestoreReport
 from sgl_krul.service.archive import export_session, import_session
 from sgl_krul.service.exclusive import Exclusive
-from sgl_krul.service.mover import copy_session
+from sgl_krul.service.mover import Stopped, copy_session
 from sgl_krul.session.catalog import (
     Catalog,
     delete_everywhere,
@@ -54,6 +54,20 @@ class Written:
     copy: PausedCopy
     report: PauseReport | None = None
     failed: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class _Found:
+    """The newest manifest of a session, and the tiers that have it; else `why`: (word, sentence) there is none.
+
+    `copies`: what each tier has, an older one too. `unread`: tiers that could not be asked.
+    """
+
+    why: tuple[str, str]
+    manifest: Manifest | None = None
+    tiers: list[CheckedTier] = field(default_factory=list)
+    copies: Mapping[str, Manifest] = field(default_factory=dict)
+    unread: Sequence[str] = ()
 
 
 class Transfers:
@@ -98,20 +112,28 @@ class Transfers:
         before: Callable[[], None],
         *,
         to_memory: bool = False,
+        paused_at: float | None = None,
+        unless: Callable[[], bool] = lambda: False,
     ) -> Written:
         """Pause: chunks, then the manifest; then older copies elsewhere go.
 
+        `paused_at`: when the session came to rest, in unix seconds (None: now).
+        `unless()` is asked when nobody else changes the session any more: True, and nothing is written.
+
         Raises:
-            StoreFull, StoreUnavailable, LeaseHeld: nothing changed.
+            StoreFull, StoreUnavailable, LeaseHeld, Stopped: nothing changed.
         """
         before()
         with self.exclusive.hold(snapshot.digest):
+            if unless():
+                raise Stopped(f"session {snapshot.session_id!r} went on meanwhile: nothing was written")
             written = None
             if to_memory or not self.store:
                 written = self._keep(snapshot, source, optional=to_memory and bool(self.store))
             if written is None:
-                written = self._write_to_tiers(snapshot, source, replaced)
-            self._drop_older(snapshot, replaced, written.copy.tiers)
+                moment = self._now() if paused_at is None else paused_at
+                written = self._write_to_tiers(snapshot, source, replaced, moment)
+            self._drop_older(snapshot, replaced, written.copy)
             return written
 
     def _keep(self, snapshot: Snapshot, source: PageSource, *, optional: bool) -> Written | None:
@@ -128,14 +150,16 @@ class Transfers:
             PausedCopy.in_memory(snapshot.namespace, snapshot.layout, snapshot.token_ids, stored, self._now())
         )
 
-    def _write_to_tiers(self, snapshot: Snapshot, source: PageSource, replaced: PausedCopy | None) -> Written:
+    def _write_to_tiers(
+        self, snapshot: Snapshot, source: PageSource, replaced: PausedCopy | None, moment: float
+    ) -> Written:
         size = len(snapshot.page_hashes) * self._layout.page_bytes
         kept = replaced if replaced is not None and replaced.namespace == snapshot.namespace else None
         held = {} if kept is None else dict.fromkeys(kept.tiers, kept.stored_bytes)
         targets = self.store.targets(size, held)
-        moment, generation = self._now(), 1 if kept is None else kept.generation + 1
+        generation = 1 if kept is None else kept.generation + 1
         reports: dict[str, PauseReport] = {}
-        failed: dict[str, StoreError] = {}
+        failed = self._passed_over(targets, size)
         for tier in (*targets, *self.store.others(targets)):
             if reports and tier not in targets:
                 break  # those are for when all targets failed
@@ -168,22 +192,52 @@ class Transfers:
             self.store.passed_over(targets) | {name: str(error) for name, error in failed.items()},
         )
 
-    def _drop_older(self, snapshot: Snapshot, replaced: PausedCopy | None, written: Sequence[str]) -> None:
-        """Delete what the new copy replaces and did not overwrite, in every tier within reach."""
+    def _passed_over(self, targets: Sequence[CheckedTier], size: int) -> dict[str, StoreError]:
+        """The tiers a pause should write and won't be tried with, and why."""
+        return {
+            tier.name: StoreFull(f"{tier.name} has no room for {size} bytes now")
+            if self.store.available(tier)
+            else StoreUnavailable(f"{tier.name} is out of reach now")
+            for tier in self.store.choose(self.store.policy.wanted)
+            if tier not in targets
+        }
+
+    def _drop_older(self, snapshot: Snapshot, replaced: PausedCopy | None, written: PausedCopy) -> None:
+        """Delete what the new copy replaces and did not overwrite, in every tier within reach.
+
+        Of other namespaces only what lies on the own disk: in the shared tier others may want it still.
+        """
         if replaced is not None and replaced.namespace != snapshot.namespace:
             for tier in self.store.choose(replaced.tiers):
-                self._delete_quietly(tier, replaced.namespace, snapshot.digest)
-        for tier in self.store.others(self.store.choose(written)):
-            self._delete_quietly(tier, snapshot.namespace, snapshot.digest)
+                if not self.store.is_shared(tier):
+                    self._delete_quietly(tier, replaced.namespace, snapshot.digest, written.paused_at)
+        for tier in self.store.others(self.store.choose(written.tiers)):
+            self._delete_quietly(tier, snapshot.namespace, snapshot.digest, written.paused_at)
 
-    def _delete_quietly(self, tier: CheckedTier, namespace: str, digest: str) -> None:
-        prefix = session_prefix(namespace, digest)
+    def _delete_quietly(self, tier: CheckedTier, namespace: str, digest: str, up_to: float) -> None:
         try:
-            if any(tier.scan(prefix)):
-                with self.store.leased(prefix, tier):
-                    delete_session(tier, namespace, digest)
+            self._delete_older(tier, namespace, digest, up_to)
         except StoreError as error:  # what matters is committed; the old copy goes by its TTL
             logger.warning("krul: an older copy of %s stays in %s: %s", digest[:12], tier.name, error)
+
+    def _delete_older(self, tier: CheckedTier, namespace: str, digest: str, up_to: float) -> bool:
+        """Delete the tier's copy unless it was paused after `up_to`, by another server then; False if it was.
+
+        Raises:
+            StoreUnavailable, LeaseHeld
+        """
+        prefix = session_prefix(namespace, digest)
+        if not any(tier.scan(prefix)):
+            return True
+        with self.store.leased(prefix, tier):
+            try:
+                manifest = read_manifest(tier, namespace, digest)
+            except Corrupt:
+                manifest = None
+            if manifest is not None and manifest.paused_at > up_to:
+                return False
+            delete_session(tier, namespace, digest)
+            return True
 
     # ---- restore ----
 
@@ -192,9 +246,10 @@ class Transfers:
     ) -> RestoreReport:
         """Bring the session to memory, if stored under `namespace`. What is wrong shortens the restore."""
         report = RestoreReport()
-        manifest, tiers, why = self.find(key.digest, paused, namespace)
+        found = self._look_up(key.digest, paused, namespace)
+        manifest, tiers = found.manifest, found.tiers
         if manifest is None:
-            report.end(*why)
+            report.end(*found.why)
             report.corrupt_chunks = int(report.miss == "corrupt")
             report.missing_chunks = int(report.miss == "missing" and paused is not None)
             if report.missing_chunks:
@@ -204,8 +259,6 @@ class Transfers:
             report.corrupt_chunks = 1
             report.end("corrupt", "corrupt manifest (identity: its page hashes are not those of its tokens)")
             return report
-        if any(map(self.store.is_shared, tiers)):
-            self.store.touch([manifest_key(namespace, key.digest), *(chunk.key for chunk in manifest.chunks)])
         remote = self.store.is_shared(tiers[0])
         restorer = Restorer(
             [*tiers, *self.store.others(tiers)],
@@ -214,15 +267,25 @@ class Transfers:
             self._remote_loaders if remote else self._loaders,
             ahead=max(self._config.restore.workers, _REMOTE_AHEAD if remote else 1),
         )
-        report = restorer.run(manifest, deadline=deadline, clock=self._clock, cancelled=self.stop)
+        report = restorer.run(
+            manifest, copies=found.copies, deadline=deadline, clock=self._clock, cancelled=self.stop
+        )
         report.tiers = tuple(tier.name for tier in tiers)
+        if paused is not None and paused.paused_at == manifest.paused_at:  # out of reach is not gone
+            report.tiers += tuple(name for name in found.unread if name in paused.tiers)
+        if any(map(self.store.is_shared, tiers)):  # nobody waits for it
+            keys = [manifest_key(namespace, key.digest), *(chunk.key for chunk in manifest.chunks)]
+            self._remote_loaders.submit(self.store.touch, keys)
         return report
 
     def _sweep(self, digest: str, namespace: str, paused: PausedCopy | None) -> None:
         """Without its manifest a session is only orphans; those of the shared tier end by themselves."""
-        for tier in self.store.choose(paused.tiers if paused is not None else ()):
-            if not self.store.is_shared(tier):
-                self._delete_quietly(tier, namespace, digest)
+        if paused is None:
+            return
+        with self.exclusive.hold(digest):
+            for tier in self.store.choose(paused.tiers):
+                if not self.store.is_shared(tier):
+                    self._delete_quietly(tier, namespace, digest, paused.paused_at)
 
     def find(
         self, digest: str, paused: PausedCopy | None, namespace: str
@@ -231,13 +294,27 @@ class Transfers:
 
         Of a session this server does not know (`paused` None) the shared tier is asked.
         """
-        if paused is not None and paused.namespace != namespace and self.store.shared is None:
-            return None, [], ("stale", "stored for another model, dtype, page size or weight version")
-        if not self.store or (paused is not None and paused.tiers == (MEMORY,)):
-            return None, [], ("missing", "nothing is stored outside memory")
-        found: list[tuple[Manifest, CheckedTier]] = []
-        why = ("missing", "the manifest has gone")
-        for tier in self._places_of(paused, namespace):
+        found = self._look_up(digest, paused, namespace)
+        return found.manifest, found.tiers, found.why
+
+    def _look_up(self, digest: str, paused: PausedCopy | None, namespace: str) -> _Found:
+        if paused is not None and paused.tiers == (MEMORY,):
+            return _Found(("missing", "nothing is stored outside memory"))
+        places = self._places_of(paused, namespace)
+        found = self._read_manifests(places, digest, namespace)
+        if found.manifest is None and paused is not None:
+            if paused.namespace != namespace:
+                return _Found(("stale", "stored for another model, dtype, page size or weight version"))
+            elsewhere = self._read_manifests(self.store.others(places), digest, namespace)
+            if elsewhere.manifest is not None:  # moved there since this was asked for
+                return elsewhere
+        return found
+
+    def _read_manifests(self, places: Sequence[CheckedTier], digest: str, namespace: str) -> _Found:
+        why = ("missing", "the manifest has gone" if self.store else "nothing is stored outside memory")
+        copies: dict[str, Manifest] = {}
+        unread: list[str] = []
+        for tier in places:
             try:
                 manifest = read_manifest(tier, namespace, digest)
             except Corrupt as error:
@@ -245,13 +322,15 @@ class Transfers:
                 continue
             except StoreError as error:
                 why = why if why[0] == "corrupt" else ("unavailable", f"store unavailable ({error})")
+                unread.append(tier.name)
                 continue
             if manifest is not None:
-                found.append((manifest, tier))
-        if not found:
-            return None, [], why
-        newest = max((manifest for manifest, _ in found), key=lambda manifest: manifest.paused_at)
-        return newest, [tier for manifest, tier in found if manifest == newest], ("", "")
+                copies[tier.name] = manifest
+        if not copies:
+            return _Found(why, unread=unread)
+        newest = max(copies.values(), key=lambda manifest: (manifest.paused_at, manifest.stored_tokens))
+        tiers = [tier for tier in places if tier.name in copies and _same(copies[tier.name], newest)]
+        return _Found(("", ""), newest, tiers, copies, unread)
 
     def asks_shared(self, paused: PausedCopy | None, namespace: str) -> bool:
         """Whether a restore looks into the shared tier, and may wait for a network."""
@@ -287,7 +366,7 @@ class Transfers:
                         stopped=lambda: self.stop.is_set() or self.exclusive.wanted(digest),
                     ).manifest
             for tier in tiers:
-                self._delete_quietly(tier, namespace, digest)
+                self._delete_quietly(tier, namespace, digest, manifest.paused_at)
         return PausedCopy.of(manifest, target)
 
     def _find_in(
@@ -359,15 +438,25 @@ class Transfers:
         """
         freed = 0
         with self.exclusive.hold(digest):
-            for tier in self.store.tiers:
+            for tier in reversed(self.store.tiers):  # the shared one may refuse: then nothing has changed
                 try:
                     freed += self._delete_from(tier, digest, namespace)
                 except StoreError as error:
-                    if paused is None or tier.name in paused.tiers:
+                    if isinstance(error, LeaseHeld) or paused is None or tier.name in paused.tiers:
                         raise
                     logger.warning("krul: %s was not asked to delete %s: %s", tier.name, digest[:12], error)
             drop()
         return freed
+
+    def expire(self, digest: str, namespace: str, paused: PausedCopy) -> bool:
+        """Delete a session nobody used for long, unless it was paused anew since `paused`; False if it was.
+
+        Raises:
+            StoreUnavailable, LeaseHeld: what is left is found by the next call.
+        """
+        with self.exclusive.hold(digest):
+            tiers = {*self.store.choose(paused.tiers), *self.store.others(())}
+            return all([self._delete_older(tier, namespace, digest, paused.paused_at) for tier in tiers])
 
     def _delete_from(self, tier: CheckedTier, digest: str, namespace: str) -> int:
         if not self.store.is_shared(tier):
@@ -381,6 +470,15 @@ class Transfers:
         self.stop.set()
         self._loaders.close()
         self._remote_loaders.close()
+
+
+def _same(one: Manifest, other: Manifest) -> bool:
+    """Whether both tell of the same state. Names, sizes and generations of chunks are those of each tier."""
+    return (one.paused_at, one.stored_tokens, one.token_ids) == (
+        other.paused_at,
+        other.stored_tokens,
+        other.token_ids,
+    )
 
 
 def _worst(failed: Mapping[str, StoreError]) -> StoreError:

@@ -10,10 +10,11 @@ from __future__ import annotations
 import logging
 from collections import Counter as Tally
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from functools import partial
-from typing import Any
+from threading import Event
+from typing import Any, NamedTuple
 
 from sgl_krul.config import PlacementConfig
 from sgl_krul.errors import KrulError, StoreError
@@ -36,6 +37,16 @@ logger = logging.getLogger(__name__)
 _PUBLISH_S = 1.0  # how often metrics are brought up to date
 
 Task = tuple[Future[Any], Callable[[], None]]
+
+
+class _Look(NamedTuple):
+    """What a look at the shared tier found, and what was `known` when it began: it may have changed since."""
+
+    namespace: str
+    known: Mapping[str, PausedCopy]
+    catalog: Catalog
+    present: frozenset[str]
+    tier: str
 
 
 class Upkeep:
@@ -69,7 +80,8 @@ class Upkeep:
         self._published = 0.0
         self._looking: Future[None] | None = None
         self._publishing: Future[None] | None = None
-        self._found: deque[tuple[Catalog, frozenset[str], str]] = deque()
+        self._found: deque[_Look] = deque()
+        self._writing: tuple[str, Event] | None = None  # a write-out under way, and whether it was overtaken
 
     # ---- told by the service ----
 
@@ -81,12 +93,16 @@ class Upkeep:
     def wakes(self, digest: str) -> None:
         """The session goes on, or is deleted: nothing is to be written out."""
         self._resting.pop(digest, None)
+        if self._writing is not None and self._writing[0] == digest:
+            self._writing[1].set()
 
     def start_over(self, namespace: str) -> None:
         """The namespace changed: nothing that was planned holds."""
         self._namespace = namespace
         self._resting.clear()
         self._queue.clear()
+        if self._writing is not None:
+            self._writing[1].set()
         self._transfers.forget_seen()
 
     def look_around(self) -> Future[None] | None:
@@ -98,20 +114,28 @@ class Upkeep:
             return None
         waiting = self._looking is not None and not (self._looking.running() or self._looking.done())
         if not waiting:  # one that runs already may have looked too early
-            self._looking = self._lookers.submit(self._look)
+            known = {
+                session.digest: session.paused for session in self._registry if session.paused is not None
+            }
+            self._looking = self._lookers.submit(self._look, self._namespace, known)
         return self._looking
 
     def take_found(self) -> None:
         """Enter what the worker found: new and newer sessions, and those that have gone."""
         while self._found:
-            catalog, present, tier = self._found.popleft()
-            self._counters.corrupt_manifests += catalog.corrupt
-            for session in catalog.sessions:
-                self._registry.add(session)
+            look = self._found.popleft()
+            if look.namespace != self._namespace:
+                continue
+            self._counters.corrupt_manifests += look.catalog.corrupt
+            for session in look.catalog.sessions:
+                if session.digest not in look.known or self._registry.find(session.digest) is not None:
+                    self._registry.add(session)  # else it was deleted here since
             for session in self._registry:
-                if session.paused is not None and tier in session.paused.tiers:
-                    if session.digest not in present and session.state is State.PAUSED:
-                        self._gone(session, tier)
+                paused = session.paused
+                if paused is None or look.tier not in paused.tiers or session.state is not State.PAUSED:
+                    continue
+                if session.digest not in look.present and look.known.get(session.digest) is paused:
+                    self._gone(session, look.tier)  # else it was put there since
 
     @property
     def working(self) -> bool:
@@ -164,10 +188,10 @@ class Upkeep:
 
     # ---- the shared tier ----
 
-    def _look(self) -> None:
+    def _look(self, namespace: str, known: dict[str, PausedCopy]) -> None:
         """On a worker."""
         try:
-            self._found.append(self._transfers.discover(self._namespace))
+            self._found.append(_Look(namespace, known, *self._transfers.discover(namespace)))
         except StoreError as error:
             logger.warning("krul: the shared tier could not be listed: %s", error)
 
@@ -213,10 +237,12 @@ class Upkeep:
         if session is None or session.state is not State.PAUSED:
             return None
         paused = session.paused
-        future = self._worker.submit(self._transfers.delete, digest, self._namespace, paused, lambda: None)
+        if paused is None or session.rests_in_memory:
+            return None
+        future = self._worker.submit(self._transfers.expire, digest, self._namespace, paused)
 
         def done() -> None:
-            if self._succeeded(future, "expire", digest):
+            if self._succeeded(future, "expiry", digest) and future.result():
                 self._counters.expired += 1
                 if session.paused is paused and session.state is State.PAUSED:
                     self._registry.remove(digest)
@@ -237,9 +263,10 @@ class Upkeep:
                 self._counters.demotions_failed += 1
                 return
             self._counters.demotions += 1
-            if session.paused is paused:
-                copy: PausedCopy = future.result()
-                left = paused.without(demotion.source)
+            copy: PausedCopy = future.result()
+            known = session.paused
+            if known is not None and (known is paused or known.same_pause(copy)):
+                left = known.without(demotion.source)
                 session.paused = copy if left is None else left.joined(copy)
 
         return future, done
@@ -250,15 +277,25 @@ class Upkeep:
         if session is None or snapshot is None or not session.rests_in_memory:
             return None
         paused = session.paused
+        assert paused is not None
         keys = [page_key(snapshot.namespace, page_hash) for page_hash in snapshot.page_hashes]
+        overtaken = Event()
+        self._writing = (digest, overtaken)
         future: Future[Written] = self._worker.submit(
-            self._transfers.write, snapshot, MemoryPages(self._memory, keys), None, lambda: None
+            self._transfers.write,
+            snapshot,
+            MemoryPages(self._memory, keys),
+            None,
+            lambda: None,
+            paused_at=paused.paused_at,
+            unless=overtaken.is_set,
         )
 
         def done() -> None:
+            self._writing = None
             if not self._succeeded(future, "writing out", digest):
                 self._counters.demotions_failed += 1
-                if session.paused is paused and session.state is State.PAUSED:
+                if session.paused is paused and not overtaken.is_set():
                     self._resting[digest] = (snapshot, self._clock())
                 return
             self._counters.demotions += 1

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from sgl_krul.errors import StoreFull, StoreUnavailable
@@ -81,12 +81,20 @@ class StoredCount:
             return TierUsage(max(self._bytes, 0), max(self._objects, 0), self._capacity_bytes)
 
     @contextmanager
-    def claimed(self, size_bytes: int) -> Iterator[None]:
-        """Hold `size_bytes` while they are written.
+    def claimed(self, size_bytes: int) -> Iterator[Callable[[int, int], None]]:
+        """Hold `size_bytes` while they are written. Call what it gives with the change, once they are.
 
         Raises:
             StoreFull: over the cap.
         """
+        claim = [size_bytes]
+
+        def settle(change_bytes: int, objects: int) -> None:
+            with self._lock:
+                self._pending_bytes -= claim.pop()
+                self._bytes += change_bytes
+                self._objects += objects
+
         with self._lock:
             taken = max(self._bytes, 0) + self._pending_bytes
             if taken + size_bytes > self._capacity_bytes:
@@ -96,7 +104,7 @@ class StoredCount:
                 )
             self._pending_bytes += size_bytes
         try:
-            yield
+            yield settle
         finally:
-            with self._lock:
-                self._pending_bytes -= size_bytes
+            if claim:
+                settle(0, 0)

@@ -50,7 +50,7 @@ class Directories:
             return []  # no key starts like this
         own, name = split_key(prefix)
         listed, own_index = self._wire.run([self._listed(prefix), self._index(own)])
-        own_value = value_of(own_index)
+        own_value = _index_of(own_index)
         entries = self._existing([(own, own_value)])
         if isinstance(listed, StoreUnavailable) and name == "" and entries:
             return sorted(entries)
@@ -58,7 +58,7 @@ class Directories:
         rest = iter([tag for tag in tags if tag != own])
         while some := list(islice(rest, _DIRECTORIES_AT_ONCE)):
             replies = self._wire.run([self._index(tag) for tag in some])
-            indexes = [(tag, value_of(reply)) for tag, reply in zip(some, replies, strict=True)]
+            indexes = [(tag, _index_of(reply)) for tag, reply in zip(some, replies, strict=True)]
             self._unlist([tag for tag, index in indexes if index == []])
             entries += self._existing(indexes)
         return sorted(entry for entry in entries if entry.key.startswith(prefix))
@@ -68,7 +68,10 @@ class Directories:
         problems: list[str] = []
         tags = self._tags(self._wire.call(self._listed("")))
         for tag in tags:
-            index = self._wire.call(self._index(tag))
+            [index] = self._wire.run([self._index(tag)])
+            if isinstance(index, Corrupt):
+                problems.append(f"{tag}: {index}")
+            index = _index_of(index)
             entries = [parse_entry(tag, name, value) for name, value in _pairs(index)]
             problems += [f"{tag}: an entry that is none" for entry in entries if entry is None]
             found = iter([entry for entry in entries if entry is not None])
@@ -149,6 +152,11 @@ class Directories:
     def _unlist(self, tags: Sequence[str]) -> None:
         if tags:
             self._wire.run([self._keys.unlist_directory(tag, age_s=_EMPTY_AGE_S) for tag in tags])
+
+
+def _index_of(reply: object) -> object:
+    """The index of a directory; empty where something else wrote the key: that hides no other directory."""
+    return [] if isinstance(reply, Corrupt) else value_of(reply)
 
 
 def _pairs(index: object) -> Iterator[tuple[object, object]]:

@@ -220,8 +220,11 @@ class Reader:
             tag, name = split_key(reads[fetch.number].key)
             pieces = [str(part.piece) for part in fetch.parts]
             requests.append(Request(tag, ("HMGET", self._keys.object(tag, name), "m", *pieces)))
-        with self._in_flight.taken(sum(fetch.size for fetch in group), self._wire.timeout_s):
-            return self._wire.run(requests, take)
+        try:
+            with self._in_flight.taken(sum(fetch.size for fetch in group), self._wire.timeout_s):
+                return self._wire.run(requests, take)
+        except StoreUnavailable as error:  # no room for so many bytes on their way
+            return [error] * len(group)
 
 
 def _fields(key: str, fields: object, exists: object, count: int) -> list[bytes] | None:

@@ -53,10 +53,19 @@ class Writer:
         lengths = [sum(view.nbytes for view in piece) for piece in pieces]
         shape = encode_shape(key, token, lengths, header)
         size = len(shape) + len(header) + sum(lengths)
-        with self._stored.claimed(size):
+        with self._stored.claimed(size) as settle:
             try:
                 self._write_temporary(tag, self._keys.temporary(tag, token), shape, header, pieces)
-                self._commit(tag, name, token, shape, fields=len(pieces) + 2, size=size)
+                request = self._keys.commit(
+                    tag,
+                    name,
+                    token=token,
+                    lease=self._leases.token(tag),
+                    fields=len(pieces) + 2,
+                    size=size,
+                    shape=shape,
+                )
+                self._commit(tag, name, request, size, settle)
             except (
                 StoreFull,
                 LeaseHeld,
@@ -103,11 +112,9 @@ class Writer:
                 value_of(reply)
             first = []
 
-    def _commit(self, tag: str, name: str, token: bytes, shape: bytes, *, fields: int, size: int) -> None:
-        lease = self._leases.token(tag)
-        request = self._keys.commit(
-            tag, name, token=token, lease=lease, fields=fields, size=size, shape=shape
-        )
+    def _commit(
+        self, tag: str, name: str, request: Request, size: int, settle: Callable[[int, int], None]
+    ) -> None:
         with self._stripe(tag):
             answer = self._leases.check(tag, self._wire.call(request))
             if answer[0] != b"ok" or len(answer) != 3:
@@ -116,7 +123,7 @@ class Writer:
                     "(evicted, or the server started anew); give the server more memory, or try again"
                 )
             old = parse_entry(tag, name.encode("ascii"), answer[1])
-            self._stored.add(size - (old.bytes if old else 0), 0 if old else 1)
+            settle(size - (old.bytes if old else 0), 0 if old else 1)
         if answer[2] == 1:  # a delete of the last one may have unlisted the directory since we listed it
             self._directories.list_quietly(tag)
 

@@ -31,7 +31,10 @@ def pair(
     """The same empty place, as the servers alpha:1 and beta:2 see it."""
     if request.param == "fake":
         backing = Backing()
-        yield tuple(FakeSharedTier(backing, owner=owner, lease_s=LEASE_S) for owner in ("alpha:1", "beta:2"))  # type: ignore[misc]
+        yield (
+            FakeSharedTier(backing, owner="alpha:1", lease_s=LEASE_S),
+            FakeSharedTier(backing, owner="beta:2", lease_s=LEASE_S),
+        )
         return
     redis_server.client().flushall()
     with (

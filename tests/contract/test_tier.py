@@ -35,7 +35,7 @@ def tier(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Tier]:
         yield memory
         assert memory.check() == []
     elif request.param == "fake":
-        yield FakeSharedTier(Backing(), capacity_bytes=64 * (BODY + 64))
+        yield FakeSharedTier(Backing(), capacity_bytes=64 * (BODY + 1))
     elif request.param == "redis":
         server: ValkeyServer = request.getfixturevalue("redis_server")
         server.client().flushall()

@@ -163,7 +163,7 @@ class Site:
         return self.service.registry.find(session.digest) is not None
 
     def exact(self, session: Chat, answer: Any, tokens: int | None = None) -> None:
-        """So many tokens (None: all full pages) were restored, the rest is recomputed, every byte is right."""
+        """So many tokens (None: all full pages) were restored, the rest is computed, every byte is right."""
         wanted = len(session.token_ids) // PAGE * PAGE if tokens is None else tokens
         assert not isinstance(answer, KrulError), answer
         assert answer["restored_tokens"] == wanted, answer

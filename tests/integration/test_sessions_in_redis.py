@@ -1,4 +1,4 @@
-"""What happens to Redis while sessions are paused to it and resumed from it: right KV, or none; and an answer."""
+"""What happens to Redis while sessions go to it and come from it: right KV or none, and always an answer."""
 
 from __future__ import annotations
 
@@ -11,8 +11,7 @@ from typing import Any
 
 import pytest
 
-from sgl_krul.errors import KrulError, StoreUnavailable
-from sgl_krul.session.record import SessionKey
+from sgl_krul.errors import StoreUnavailable
 from sgl_krul.session.registry import State
 from tests.integration.redis_site import Site, open_site, raw_keys, session_of
 from tests.redis_servers import Proxy, ValkeyServer, free_port, wait_until
@@ -239,8 +238,10 @@ class Spied:
 
 
 def test_fifty_wait_for_a_slow_redis_and_nobody_else_does(redis: ValkeyServer, tmp_path: Path) -> None:
-    """Redis answers after 200 ms. A hold of a session on the disk is through before the first of the fifty; and
-    the calling thread never asks a tier for anything that waits."""
+    """Redis answers after 200 ms. A hold of a session on the disk is through before the first of the fifty.
+
+    And the calling thread never asks a tier for anything that waits.
+    """
     sessions = [session_of(2, f"s{number}", 1000 * number) for number in range(50)]
     mine = session_of(4, "mine", 900_000)
     with open_site(redis.url) as before:
@@ -281,7 +282,7 @@ def test_fifty_wait_for_a_slow_redis_and_nobody_else_does(redis: ValkeyServer, t
 
 
 def test_a_dead_redis_is_not_asked_by_every_hold(tmp_path: Path) -> None:
-    """The proxy has nothing behind it: it counts how often somebody tried. Two hundred chats nobody has seen."""
+    """The proxy has nothing behind it: it counts how often somebody tried. 200 chats nobody has seen."""
     with Proxy(free_port()) as proxy:
         with open_site(f"redis://127.0.0.1:{proxy.port}", ssd=tmp_path, replicate="ssd") as site:
             for number in range(200):
