@@ -132,6 +132,12 @@ class FaultInjectingTier:
         """See Tier."""
         return self._tier.name
 
+    def forget_calls(self) -> None:
+        """As if nobody had called."""
+        with self._lock:
+            self.calls.clear()
+            self._numbers.clear()
+
     def threads(self) -> set[int]:
         """Who called."""
         return {call.thread for call in self.calls}

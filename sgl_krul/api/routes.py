@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable
+from contextlib import ExitStack
 from typing import Any
 
 from fastapi import APIRouter, Request
@@ -10,7 +11,7 @@ from fastapi.responses import FileResponse, JSONResponse
 from pydantic import BaseModel
 from starlette.background import BackgroundTask
 
-from sgl_krul.api.archives import make_workplace, remove_workplace, save_body
+from sgl_krul.api.archives import save_body, workplace
 from sgl_krul.api.schemas import (
     DeleteResult,
     ErrorBody,
@@ -82,29 +83,30 @@ def _add_transfers(router: APIRouter, front: FrontEnd) -> None:
     async def export(session_id: str, body: ExportRequest | None = None) -> Any:
         """A paused session as one file, checksummed. Import it where the same model is served."""
         body = body or ExportRequest()
-        place = make_workplace()
-        path = place / "session.krul"
-        answer = await _verb(
-            session_id, body, lambda key: front.export(key, path, body.timeout_s), SessionInfo
+        with ExitStack() as kept:
+            try:
+                path = kept.enter_context(workplace()) / "session.krul"
+            except OSError as error:
+                return _no_place(error)
+            answer = await _verb(
+                session_id, body, lambda key: front.export(key, path, body.timeout_s), SessionInfo
+            )
+            if isinstance(answer, JSONResponse):
+                return answer
+            after = kept.pop_all()  # the file goes when it was sent
+        return FileResponse(
+            path, media_type="application/octet-stream", background=BackgroundTask(after.close)
         )
-        if isinstance(answer, JSONResponse):
-            remove_workplace(place)
-            return answer
-        cleanup = BackgroundTask(remove_workplace, place)
-        return FileResponse(path, media_type="application/octet-stream", background=cleanup)
 
     @router.post("/import", response_model=SessionInfo, responses=_ERRORS)
     async def take_in(request: Request) -> Any:
         """Store the session of an exported file, which is the body. It is a paused session then."""
-        place = make_workplace()
-        path = place / "session.krul"
         try:
-            await save_body(request.stream(), path)
-            return await _answer(front.take_in(path), SessionInfo)
+            with workplace() as place:
+                await save_body(request.stream(), place / "session.krul")
+                return await _answer(front.take_in(place / "session.krul"), SessionInfo)
         except OSError as error:
-            return _error(507, "StoreFull", f"the upload could not be kept in {place}: {error.strerror}")
-        finally:
-            remove_workplace(place)
+            return _no_place(error)
 
 
 async def _verb(session_id: str, body: Any, call: Any, model: type[BaseModel]) -> Any:
@@ -122,6 +124,12 @@ async def _answer(call: Awaitable[dict[str, Any]], model: type[BaseModel]) -> An
         return _error(error.status, error.kind, str(error))
     except KrulError as error:
         return _error(error.status, type(error).__name__, str(error))
+
+
+def _no_place(error: OSError) -> JSONResponse:
+    return _error(
+        507, "StoreFull", f"no room for the session's file ({error}): free some space in the cache directory"
+    )
 
 
 def _error(status: int, kind: str, message: str) -> JSONResponse:

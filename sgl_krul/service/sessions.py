@@ -267,6 +267,7 @@ class SessionService:
             session.paused = PausedCopy.of(manifest, *report.tiers)
             session.state = State.PAUSED
             session.last_used = max(session.last_used, manifest.paused_at)
+            session.in_memory = report.tokens > 0
             known = self.registry.add(session)
             known.in_memory = known.state is State.PAUSED and report.tokens > 0
         elif session.state is State.PAUSED and report.miss == "missing" and not session.rests_in_memory:

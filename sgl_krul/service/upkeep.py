@@ -134,7 +134,7 @@ class Upkeep:
                 paused = session.paused
                 if paused is None or look.tier not in paused.tiers or session.state is not State.PAUSED:
                     continue
-                if session.digest not in look.present and look.known.get(session.digest) is paused:
+                if session.digest not in look.present and look.known.get(session.digest) == paused:
                     self._gone(session, look.tier)  # else it was put there since
 
     @property

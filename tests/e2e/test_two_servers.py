@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from sgl_krul.errors import KrulError
+from sgl_krul.errors import BadArchive, KrulError
 from tests.e2e.harness import Chatter, ServerFactory, prompt
 from tests.redis_servers import ValkeyServer
 
@@ -129,6 +129,29 @@ def test_both_pause_one_session_at_the_same_moment(pair: tuple[Chatter, Chatter]
             salt = f"contended {round_number} {len(end)}"
             assert answer.same_as(server.ask(end, new=4, cache_salt=salt))
         history += prompt(31 + round_number, 30)
+
+
+def test_a_session_travels_by_file(pair: tuple[Chatter, Chatter], tmp_path: Path) -> None:
+    a, b = pair
+    history = prompt(60, 300)
+    history += a.ask(history, "travels").tokens
+    stored = a.sessions.pause("travels").stored_tokens
+    assert a.sessions.move("travels", "ssd").tiers == ["ssd"]
+    assert "travels" not in {s.session_id for s in b.sessions.sessions().sessions}
+    file = tmp_path / "travels.krul"
+    assert a.sessions.export_session("travels", file) == file.stat().st_size > 0
+    a.sessions.delete("travels")
+    with pytest.raises(KrulError, match="'travels' is known here"):
+        a.sessions.export_session("travels", tmp_path / "other")
+    assert list(tmp_path.iterdir()) == [file]
+    assert b.sessions.import_session(file).stored_tokens == stored
+    answer = b.ask([*history, 2000], "travels")
+    assert answer.same_as(b.ask([*history, 2000], cache_salt="travels"))
+    assert answer.restored == stored
+    damaged = tmp_path / "damaged.krul"
+    damaged.write_bytes(file.read_bytes()[:-1])
+    with pytest.raises(BadArchive, match=r"session\.krul"):
+        b.sessions.import_session(damaged)
 
 
 def test_metrics_and_logs_of_a_server(pair: tuple[Chatter, Chatter]) -> None:
