@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Awaitable
 from contextlib import ExitStack
+from pathlib import Path
 from typing import Any
 
 from fastapi import APIRouter, Request
@@ -103,8 +104,9 @@ def _add_transfers(router: APIRouter, front: FrontEnd) -> None:
         """Store the session of an exported file, which is the body. It is a paused session then."""
         try:
             with workplace() as place:
-                await save_body(request.stream(), place / "session.krul")
-                return await _answer(front.take_in(place / "session.krul"), SessionInfo)
+                path = place / "session.krul"
+                await save_body(request.stream(), path)
+                return await _answer(front.take_in(path), SessionInfo, file=path)
         except OSError as error:
             return _no_place(error)
 
@@ -117,11 +119,15 @@ async def _verb(session_id: str, body: Any, call: Any, model: type[BaseModel]) -
     return await _answer(call(key), model)
 
 
-async def _answer(call: Awaitable[dict[str, Any]], model: type[BaseModel]) -> Any:
+async def _answer(
+    call: Awaitable[dict[str, Any]], model: type[BaseModel], *, file: Path | None = None
+) -> Any:
+    """The answer, or the error; where that one names `file`, the caller knows it by another name."""
     try:
         return model.model_validate(await call)
     except AnswerError as error:
-        return _error(error.status, error.kind, str(error))
+        message = str(error) if file is None else str(error).replace(str(file), "the file")
+        return _error(error.status, error.kind, message)
     except KrulError as error:
         return _error(error.status, type(error).__name__, str(error))
 

@@ -150,7 +150,7 @@ def test_a_session_travels_by_file(pair: tuple[Chatter, Chatter], tmp_path: Path
     assert answer.restored == stored
     damaged = tmp_path / "damaged.krul"
     damaged.write_bytes(file.read_bytes()[:-1])
-    with pytest.raises(BadArchive, match=r"session\.krul"):
+    with pytest.raises(BadArchive, match="the file"):
         b.sessions.import_session(damaged)
 
 

@@ -50,7 +50,7 @@ __all__ = [
 ]
 
 Answers = list[Any]
-MEMORY_PAGES = 2048
+MEMORY_PAGES = 4096
 TEMPORARY = re.compile(rb"/\.tmp-[0-9a-f]+$")
 
 
@@ -120,11 +120,15 @@ class Site:
         """The answer to a resume."""
         return self.answer(self.begin_resume(session.key, hold))
 
-    def forget(self, session: Chat) -> Any:
-        """The answer to a forget."""
+    def begin_forget(self, session: Chat) -> Answers:
+        """A forget asked for."""
         answers: Answers = []
         self.service.forget(self.find(session), settle=lambda: 0, reply=answers.append)
-        return self.answer(answers)
+        return answers
+
+    def forget(self, session: Chat) -> Any:
+        """The answer to a forget."""
+        return self.answer(self.begin_forget(session))
 
     def move(self, session: Chat, target: str) -> Any:
         """The answer to a move."""

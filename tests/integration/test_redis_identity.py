@@ -1,4 +1,4 @@
-"""Whatever is changed behind the tier's back: what can't be trusted is computed anew and counted, never used."""
+"""Whatever is changed behind the tier's back: what can't be trusted is computed anew, and counted."""
 
 from __future__ import annotations
 
