@@ -145,23 +145,5 @@ def show(rows: list[dict[str, Any]], resident: float) -> None:
     print(f"page cache before the SSD rows: {resident:.0%} of the stored bytes resident")
 
 
-def resident_share(store: Path) -> float:
-    """Share of the store's pages in the page cache, by mincore(2)."""
-    libc = ctypes.CDLL(None, use_errno=True)
-    total = resident = 0
-    for path in store.rglob("*"):
-        if not path.is_file() or path.stat().st_size == 0:
-            continue
-        with path.open("rb") as file, mmap.mmap(file.fileno(), 0, mmap.MAP_PRIVATE) as mapped:
-            pages = -(-len(mapped) // mmap.PAGESIZE)
-            vector = (ctypes.c_ubyte * pages)()
-            address = ctypes.addressof(ctypes.c_char.from_buffer(mapped))
-            if libc.mincore(ctypes.c_void_p(address), ctypes.c_size_t(len(mapped)), vector) != 0:
-                raise OSError(ctypes.get_errno(), f"mincore of {path}")
-            resident += sum(value & 1 for value in vector)
-            total += pages
-    return resident / total if total else 0.0
-
-
 if __name__ == "__main__":
     main()

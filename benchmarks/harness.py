@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
+import mmap
 import os
 import platform
 import random
@@ -10,7 +12,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -98,9 +100,11 @@ def tokens(rng: random.Random, count: int) -> list[int]:
 
 
 @contextmanager
-def workspace(name: str) -> Iterator[Path]:
-    """A directory for the run's stores and logs, removed afterwards."""
-    with tempfile.TemporaryDirectory(prefix=f"krul-{name}-", dir=cache_home(os.environ)) as path:
+def workspace(name: str, place: Path | None = None) -> Iterator[Path]:
+    """A directory in `place` (else in the cache directory) for stores and logs, removed afterwards."""
+    above = cache_home(os.environ) if place is None else place
+    above.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=f"krul-{name}-", dir=above) as path:
         yield Path(path)
 
 
@@ -111,6 +115,33 @@ def write_config(path: Path, store: Path, memory: str = "4GiB") -> Path:
         f"ssd: {{path: {store}, capacity_bytes: 32GiB, free_space_floor_bytes: 1GiB}}\n"
     )
     return path
+
+
+def write_redis_config(path: Path, url: str, memory: str = "4GiB") -> Path:
+    """A configuration without SSD: sessions rest in Redis only."""
+    path.write_text(
+        f"memory: {{capacity_bytes: {memory}}}\nssd: null\nredis: {{url: '{url}', capacity_bytes: 32GiB}}\n"
+        "placement: {replicate: redis}\n"
+    )
+    return path
+
+
+def resident_share(paths: Iterable[Path]) -> float:
+    """Share of the files' pages that is in the page cache, by mincore(2)."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    total = resident = 0
+    for path in paths:
+        if not path.is_file() or path.stat().st_size == 0:
+            continue
+        with path.open("rb") as file, mmap.mmap(file.fileno(), 0, mmap.MAP_PRIVATE) as mapped:
+            pages = -(-len(mapped) // mmap.PAGESIZE)
+            vector = (ctypes.c_ubyte * pages)()
+            address = ctypes.addressof(ctypes.c_char.from_buffer(mapped))
+            if libc.mincore(ctypes.c_void_p(address), ctypes.c_size_t(len(mapped)), vector) != 0:
+                raise OSError(ctypes.get_errno(), f"mincore of {path}")
+            resident += sum(value & 1 for value in vector)
+            total += pages
+    return resident / total if total else 0.0
 
 
 def stamp() -> dict[str, Any]:

@@ -181,12 +181,13 @@ def import_session(
     namespace: str,
     now: Callable[[], float],
     stopped: Callable[[], bool] = lambda: False,
+    admit: Callable[[Manifest], None] = lambda manifest: None,
     hold: Callable[[str], AbstractContextManager[None]] = lambda digest: nullcontext(),
 ) -> Manifest:
     """Put the session in the file `path` into `target`, as a pause at this moment would. Its new manifest.
 
     The whole file is verified before anything is written. A session that `target` has under this name is
-    replaced. `hold(digest)` is entered while `target` is read and written: take the lease of a shared one.
+    replaced. `admit(manifest)` may raise to refuse it. `hold(digest)` is entered while `target` is read and written: take the lease of a shared one.
     At most one chunk is in memory at a time. Blocks on I/O: call it from a worker.
 
     Raises:
@@ -201,6 +202,7 @@ def import_session(
 
     with _reading(path) as reader:
         manifest = _verified(reader, namespace, go_on)
+        admit(manifest)
         with hold(manifest.digest), Landing(target, namespace, manifest.digest) as landing:
             generation = 1 if landing.previous is None else landing.previous.generation + 1
             chunks: list[ChunkRef] = []

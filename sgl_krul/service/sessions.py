@@ -27,7 +27,7 @@ from sgl_krul.service.transfers import HashPages, Transfers, Written
 from sgl_krul.service.upkeep import Upkeep
 from sgl_krul.service.views import describe, overview
 from sgl_krul.session.catalog import as_session, find_sessions
-from sgl_krul.session.record import SessionKey
+from sgl_krul.session.record import Manifest, SessionKey
 from sgl_krul.session.registry import PausedCopy, Registry, Session, State
 from sgl_krul.store.memory import MemoryTier
 from sgl_krul.store.tiered import TieredStore
@@ -351,7 +351,14 @@ class SessionService:
 
     def take_in(self, path: Path, reply: Reply) -> None:
         """Store the session of an exported file; it is a paused session of this server then."""
-        future = self._pausers.submit(self._transfers.take_in, path, self.namespace)
+
+        def admit(manifest: Manifest) -> None:
+            """On the worker; it reads the registry only."""
+            known = self.registry.find(manifest.digest)
+            session = known or Session(manifest.digest, manifest.session_id, manifest.salted)
+            self._tenants.require_room(session, manifest.raw_bytes)
+
+        future = self._pausers.submit(self._transfers.take_in, path, self.namespace, admit)
 
         def complete() -> Body:
             manifest, tier = future.result()

@@ -388,8 +388,12 @@ class Transfers:
         sources = [*tiers, *self.store.others(tiers)]
         return export_session(manifest, sources, path, stopped=self.stop.is_set).manifest
 
-    def take_in(self, path: Path, namespace: str) -> tuple[Manifest, str]:
+    def take_in(
+        self, path: Path, namespace: str, admit: Callable[[Manifest], None]
+    ) -> tuple[Manifest, str]:
         """Store the session of an exported file; returns its manifest and the tier that took it.
+
+        `admit(manifest)` may raise to refuse it, before anything is written.
 
         Raises:
             BadArchive, StoreFull, StoreUnavailable, LeaseHeld: nothing changed.
@@ -404,7 +408,13 @@ class Transfers:
                 yield
 
         manifest = import_session(
-            path, tier, namespace=namespace, now=self._now, stopped=self.stop.is_set, hold=alone
+            path,
+            tier,
+            namespace=namespace,
+            now=self._now,
+            stopped=self.stop.is_set,
+            admit=admit,
+            hold=alone,
         )
         return manifest, tier.name
 

@@ -204,13 +204,15 @@ class Upkeep:
     # ---- plans ----
 
     def _begin_plan(self) -> Task:
-        future = self._worker.submit(self._plan, list(self._registry))
+        sessions = list(self._registry)
+        known = {session.digest: session.paused for session in sessions}
+        future = self._worker.submit(self._plan, sessions)
 
         def done() -> None:
             if self._succeeded(future, "planning", "of all"):
                 expired, demotions = future.result()
-                self._queue.extend(partial(self._expire, digest) for digest in expired)
-                self._queue.extend(partial(self._demote, demotion) for demotion in demotions)
+                self._queue.extend(partial(self._expire, digest, known[digest]) for digest in expired)
+                self._queue.extend(partial(self._demote, move, known[move.key]) for move in demotions)
             usage = self._memory.usage()
             tight = usage.bytes > self._config.high_watermark * usage.capacity_bytes
             for digest, (_, since) in self._resting.items():
@@ -222,7 +224,7 @@ class Upkeep:
     def _plan(self, sessions: list[Session]) -> tuple[list[str], list[Demotion]]:
         """On the worker. What changes meanwhile is seen when a move begins."""
         parcels = [
-            Parcel(session.digest, "", paused.stored_bytes, session.last_used, paused.tiers)
+            Parcel(session.digest, "", paused.stored_bytes, _last_used(session, paused), paused.tiers)
             for session in sessions
             if (paused := session.paused) is not None
             and session.state is State.PAUSED
@@ -232,27 +234,30 @@ class Upkeep:
         demotions = select_demotions(parcels, self._store.places(), self._store.policy, now)
         return select_expired(parcels, self._store.policy, now), demotions
 
-    def _expire(self, digest: str) -> Task | None:
+    def _as_planned(self, digest: str, paused: PausedCopy | None) -> Session | None:
+        """The session, if it still rests as it did when that was planned."""
         session = self._registry.find(digest)
-        if session is None or session.state is not State.PAUSED:
+        if session is None or session.state is not State.PAUSED or session.paused != paused:
             return None
-        paused = session.paused
-        if paused is None or session.rests_in_memory:
+        return session
+
+    def _expire(self, digest: str, paused: PausedCopy | None) -> Task | None:
+        session = self._as_planned(digest, paused)
+        if session is None or paused is None:
             return None
         future = self._worker.submit(self._transfers.expire, digest, self._namespace, paused)
 
         def done() -> None:
             if self._succeeded(future, "expiry", digest) and future.result():
                 self._counters.expired += 1
-                if session.paused is paused and session.state is State.PAUSED:
+                if session.paused == paused and session.state is State.PAUSED:
                     self._registry.remove(digest)
 
         return future, done
 
-    def _demote(self, demotion: Demotion) -> Task | None:
-        session = self._registry.find(demotion.key)
-        paused = session.paused if session is not None else None
-        if session is None or paused is None or session.state is not State.PAUSED:
+    def _demote(self, demotion: Demotion, paused: PausedCopy | None) -> Task | None:
+        session = self._as_planned(demotion.key, paused)
+        if session is None:
             return None
         future = self._worker.submit(
             self._transfers.move, demotion.key, self._namespace, (demotion.source,), demotion.target
@@ -265,7 +270,7 @@ class Upkeep:
             self._counters.demotions += 1
             copy: PausedCopy = future.result()
             known = session.paused
-            if known is not None and (known is paused or known.same_pause(copy)):
+            if known is not None and (known == paused or known.same_pause(copy)):
                 left = known.without(demotion.source)
                 session.paused = copy if left is None else left.joined(copy)
 
@@ -316,3 +321,8 @@ class Upkeep:
         else:
             logger.error("krul: %s of session %s failed", what, digest[:12], exc_info=error)
         return False
+
+
+def _last_used(session: Session, paused: PausedCopy) -> float:
+    """Here, or by another server that paused it since."""
+    return max(session.last_used, paused.paused_at)

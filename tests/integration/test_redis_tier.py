@@ -382,6 +382,29 @@ def test_a_remembered_shape_never_outlives_its_object(server: ValkeyServer, tier
         read(tier, "s/a", 1000)
 
 
+def test_a_read_of_many_commands_is_of_one_object(server: ValkeyServer, tier: RedisTier) -> None:
+    """The object is replaced again and again by one of the same lengths: never a mixture."""
+    stop = threading.Event()
+    tier.put("s/a", b"h", [b"\0" * MIB] * 6)
+
+    def replace() -> None:
+        with open_tier(server.url) as other:
+            value = 0
+            while not stop.is_set():
+                value = (value + 1) % 256
+                other.put("s/a", b"h", [bytes([value]) * MIB] * 6)
+
+    with ThreadPoolExecutor(1) as pool:
+        writer = pool.submit(replace)
+        try:
+            seen = [set(read(tier, "s/a", 6 * MIB)) for _ in range(60)]
+        finally:
+            stop.set()
+        writer.result(20)
+    assert all(len(values) == 1 for values in seen)
+    assert len({value for values in seen for value in values}) > 3
+
+
 # -- servers that die, and lines that break --
 
 

@@ -33,17 +33,14 @@ def at_chunk(number: int, act: Callable[[], object]) -> Callable[[int], None]:
     return on_read
 
 
-def after_publish(site: Site, number: int, act: Callable[[], object]) -> None:
-    """Act in the middle of the next resume: when so many chunks have come in."""
-    lock = threading.Lock()
-    seen = 0
+def in_the_middle(site: Site, session: Chat, act: Callable[[], object]) -> None:
+    """Act in the middle of the next resume: when the first two chunks have come in."""
+    done = threading.Event()
 
     def on_publish() -> None:
-        nonlocal seen
-        with lock:
-            seen += 1
-            if seen == number:
-                act()
+        if site.memory.leading(session.page_keys) * PAGE >= 2 * CHUNK_TOKENS and not done.is_set():
+            done.set()
+            act()
 
     site.memory.on_publish = on_publish
 
@@ -104,10 +101,10 @@ def test_redis_restarts_in_the_middle_of_a_resume(redis: ValkeyServer, back_at_o
     session = session_of(CHUNKS, "chat")
     with open_site(redis.url) as site:
         site.pause(session)
-        after_publish(site, 3, (lambda: restart(redis)) if back_at_once else redis.kill)
+        in_the_middle(site, session, (lambda: restart(redis)) if back_at_once else redis.kill)
         answer = site.resume(session)
         restored = site.memory.leading(session.page_keys) * PAGE
-        assert 0 < restored < CHUNKS * CHUNK_TOKENS
+        assert 2 * CHUNK_TOKENS <= restored < CHUNKS * CHUNK_TOKENS
         site.exact(session, answer, restored)
         assert answer["reason"].startswith(("missing", "store unavailable"))
         site.memory.on_publish = lambda: None
@@ -201,10 +198,10 @@ def test_redis_stops_in_the_middle(redis: ValkeyServer, tmp_path: Path, verb: st
     with open_site(redis.url, ssd=tmp_path, redis=settings) as site:
         if verb == "resume":
             site.pause(session)
-            after_publish(site, 3, stop)
+            in_the_middle(site, session, stop)
             answer = site.resume(session)
             restored = site.memory.leading(session.page_keys) * PAGE
-            assert 0 < restored < CHUNKS * CHUNK_TOKENS
+            assert 2 * CHUNK_TOKENS <= restored < CHUNKS * CHUNK_TOKENS
             site.exact(session, answer, restored)
         else:
             answer = site.pause(session, at_chunk(MIDDLE, stop))

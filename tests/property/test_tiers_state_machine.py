@@ -1,0 +1,470 @@
+"""Two servers, a disk each and a shared tier between them, in any order of verbs, faults, damage and deaths.
+
+Whatever happens, a page in memory is the true KV of its hash, and what a resume says it restored is the leading
+part of a state that the session was in, under its own salt. And nothing hangs, leaks or stays after a forget.
+"""
+
+from __future__ import annotations
+
+import random
+import shutil
+import tempfile
+from array import array
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from sgl_krul.errors import Corrupt, KrulError
+from sgl_krul.session.record import (
+    SessionKey,
+    decode_manifest,
+    encode_manifest,
+    manifest_key,
+    page_key,
+    session_prefix,
+)
+from sgl_krul.session.registry import MEMORY, State
+from tests.faults import Call, Faults, Kind, Plan, nothing
+from tests.sessions import LAYOUT, NAMESPACE, OTHER_NAMESPACE, PAGE, Chat, TruePages, page_hashes, wrong_pages
+from tests.two_servers import Server, World
+
+KEYS = (SessionKey("one"), SessionKey("two"), SessionKey("one", "salt"))
+NAMES = ("a", "b")
+MEMORY_PAGES = 64
+MAX_TOKENS = 400
+
+servers = st.sampled_from(NAMES)
+keys = st.sampled_from(KEYS)
+seeds = st.integers(0, 1 << 30)
+
+
+class Killed(Exception):
+    """The process is dead from here on: nothing else it tries happens."""
+
+
+class TiersMachine(RuleBasedStateMachine):
+    """Model: what each session's tokens are, all the states it was in, and what each server promised last."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.root = Path(tempfile.mkdtemp())
+        self.world = World(self.root)
+        self.truth: dict[SessionKey, array[int]] = {key: array("q") for key in KEYS}
+        self.states: dict[SessionKey, list[array[int]]] = {key: [] for key in KEYS}
+        self.promised: dict[SessionKey, tuple[str, array[int]]] = {}  # who paused it last, whole
+        self.plan: Plan = nothing
+        self.unsound = False  # files were damaged behind a server's back
+        self.serial = 0
+        self.seen: Counter[str] = Counter()
+
+    @initialize(
+        replicate=st.sampled_from(["ssd", "redis", "both"]),
+        memory_max_pages=st.sampled_from([0, 6]),
+        ttl_s=st.sampled_from([0.0, 3000.0]),
+        demote_after_s=st.sampled_from([0.0, 200.0]),
+    )
+    def start(self, replicate: Any, memory_max_pages: int, ttl_s: float, demote_after_s: float) -> None:
+        self.servers: dict[str, Server] = {
+            name: self.world.server(
+                name,
+                replicate=replicate,
+                memory_pages=MEMORY_PAGES,
+                memory_max_bytes=memory_max_pages * LAYOUT.page_bytes,
+                memory_age_s=100.0,
+                ttl_s=ttl_s,
+                demote_after_s=demote_after_s,
+                high_watermark=0.9,
+                low_watermark=0.5,
+                ssd_bytes=60 * LAYOUT.page_bytes,
+            )
+            for name in NAMES
+        }
+
+    # -- what is asked of a server --
+
+    def chat(self, server: Server, key: SessionKey) -> Chat:
+        return Chat(key, self.truth[key], server.service.namespace)
+
+    def state_of(self, server: Server, key: SessionKey) -> State | None:
+        session = server.session(key)
+        return session.state if session is not None else None
+
+    def check_restored(self, server: Server, key: SessionKey, answer: Any) -> None:
+        """What a hold or a resume claims: only of states of this session, and all that was promised."""
+        assert isinstance(answer, dict | KrulError), answer
+        if isinstance(answer, KrulError):
+            assert answer.status in (404, 409, 500, 503), repr(answer)
+            assert not str(answer).startswith("internal error"), answer
+            return
+        if "restored_tokens" not in answer:
+            return
+        restored = answer["restored_tokens"]
+        assert restored % PAGE == 0
+        assert answer["exact"] is True
+        pages = restored // PAGE
+        found = [server.memory.leading(self.page_keys(server, key, state)) for state in self.states[key]]
+        assert restored == 0 or max(found, default=0) >= pages, (restored, found)
+        self.seen[f"restored {restored > 0}"] += 1
+        who, tokens = self.promised.get(key, ("", array("q")))
+        if who == server.name and answer["reason"] != "memory tier full":
+            assert restored == len(tokens) // PAGE * PAGE, answer
+            self.seen["whole"] += 1
+
+    def page_keys(self, server: Server, key: SessionKey, state: array[int]) -> list[str]:
+        namespace = server.service.namespace
+        return [page_key(namespace, page_hash) for page_hash in page_hashes(state, key.cache_salt or "")]
+
+    # -- turns and verbs --
+
+    @rule(
+        name=servers,
+        key=keys,
+        kind=st.sampled_from(["append", "append", "edit", "regenerate"]),
+        length=st.integers(1, 120),
+        where=st.floats(0, 1),
+    )
+    def turn(self, name: str, key: SessionKey, kind: str, length: int, where: float) -> None:
+        """A request: it is held if the session is not active here, runs, and is observed."""
+        server = self.servers[name]
+        if self.state_of(server, key) is not State.ACTIVE:
+            self.check_restored(server, key, server.hold(key))
+        self.serial += 1
+        new = array("q", random.Random(self.serial).choices(range(50_000), k=length))
+        old = self.truth[key]
+        cut = int(where * len(old)) if kind == "edit" else max(0, len(old) - length)
+        tokens = old + new if kind == "append" else old[:cut] + new
+        self.truth[key] = tokens[-MAX_TOKENS:]
+        self.states[key].append(self.truth[key])
+        self.promised.pop(key, None)
+        server.turn(self.chat(server, key))
+
+    @rule(name=servers, key=keys, part=st.sampled_from([1.0, 1.0, 0.5]))
+    def pause(self, name: str, key: SessionKey, part: float) -> None:
+        """Of an active session; some of its pages may be had nowhere."""
+        server = self.servers[name]
+        if self.state_of(server, key) is not State.ACTIVE:
+            return
+        chat = self.chat(server, key)
+        session = server.session(key)
+        assert session is not None
+        if session.token_ids != chat.token_ids:
+            return  # the session went on at the other server: this one's state is an old one
+        source = TruePages(chat.hashes, int(part * len(chat.hashes)))
+        answer = server.ask(lambda reply: server.begin_pause(chat, reply, source=source))
+        self.promised.pop(key, None)
+        if isinstance(answer, KrulError):
+            assert self.plan is not nothing or self.world_is_full() or answer.status == 507, repr(answer)
+            assert self.state_of(server, key) is State.ACTIVE
+            return
+        self.seen["paused"] += 1
+        assert answer["state"] == "paused"
+        if part == 1.0 and answer["tiers"] != [MEMORY]:
+            assert answer["stored_tokens"] == len(chat.token_ids) // PAGE * PAGE
+            if self.plan is nothing:
+                self.promised[key] = (name, chat.token_ids)
+
+    def world_is_full(self) -> bool:
+        return any(server.view.down for server in self.servers.values())
+
+    @rule(name=servers, key=keys)
+    def resume(self, name: str, key: SessionKey) -> None:
+        server = self.servers[name]
+        if self.state_of(server, key) is not State.ACTIVE:
+            self.check_restored(server, key, server.resume(key))
+
+    @rule(key=keys, others=keys)
+    def at_once(self, key: SessionKey, others: SessionKey) -> None:
+        """Both servers hold, and pause what they can, at the same time."""
+        answers: list[tuple[Server, SessionKey, Any]] = []
+        for server in self.servers.values():
+            for each in {key, others}:
+
+                def reply(body: Any, server: Server = server, each: SessionKey = each) -> None:
+                    answers.append((server, each, body))
+
+                try:
+                    if self.state_of(server, each) is State.ACTIVE:
+                        chat = self.chat(server, each)
+                        session = server.session(each)
+                        if session is not None and session.token_ids == chat.token_ids:
+                            self.promised.pop(each, None)
+                            server.begin_pause(chat, reply)
+                    else:
+                        server.service.resume(each, hold=True, reply=reply)
+                except KrulError as error:
+                    answers.append((server, each, error))
+        for server in self.servers.values():
+            server.drive()
+        for server, each, answer in answers:
+            self.promised.pop(each, None)
+            self.check_restored(server, each, answer)
+
+    @rule(name=servers, key=keys)
+    def forget(self, name: str, key: SessionKey) -> None:
+        server = self.servers[name]
+        drop = [k for state in self.states[key] for k in self.page_keys(server, key, state)]
+
+        def drop_pages() -> None:
+            for page in drop:
+                server.memory.delete(page)
+
+        answer = server.forget(key, drop_pages)
+        self.promised.pop(key, None)
+        if isinstance(answer, KrulError):
+            assert answer.status in (404, 409, 503), repr(answer)
+            return
+        self.seen["forgotten"] += 1
+        assert server.session(key) is None
+        assert server.disk is not None
+        assert [entry.key for entry in server.disk.scan("") if key.digest in entry.key] == []
+        if not server.view.down and self.plan is nothing:
+            assert self.world.backing.keys(session_prefix(server.service.namespace, key.digest)) == []
+
+    @rule(name=servers, key=keys, target=st.sampled_from(["ssd", "redis"]))
+    def move(self, name: str, key: SessionKey, target: str) -> None:
+        server = self.servers[name]
+        answer = server.move(target, key)
+        if isinstance(answer, KrulError):
+            assert not str(answer).startswith("internal error"), answer
+            return
+        self.seen["moved"] += 1
+        assert target in answer["tiers"]
+
+    @rule(name=servers, key=keys, other=servers)
+    def travel(self, name: str, key: SessionKey, other: str) -> None:
+        """Export here, import there."""
+        server, there = self.servers[name], self.servers[other]
+        session = server.session(key)
+        if session is None:
+            return
+        path = self.root / "travel.krul"
+        answer = server.ask(lambda reply: server.service.export(session, path, reply))
+        if isinstance(answer, KrulError):
+            return
+        self.promised.pop(key, None)
+        answer = there.ask(lambda reply: there.service.take_in(path, reply))
+        assert not str(answer).startswith("internal error"), answer
+        self.seen["travelled"] += isinstance(answer, dict)
+
+    @rule(name=servers)
+    def list(self, name: str) -> None:
+        answer = self.servers[name].list()
+        assert isinstance(answer, dict), answer
+
+    # -- time, memory, deaths --
+
+    @rule(seconds=st.sampled_from([1.0, 31.0, 120.0, 120.0, 1000.0]))
+    def time_passes(self, seconds: float) -> None:
+        """Each server does what is due."""
+        ttl_s = next(iter(self.servers.values())).settings.ttl_s
+        for server in self.servers.values():
+            server.upkeep(seconds)
+        if ttl_s and seconds >= 1000:
+            self.promised.clear()
+
+    @rule(name=servers)
+    def memory_goes(self, name: str) -> None:
+        """Whatever is not pinned is evicted."""
+        server = self.servers[name]
+        keys = [entry.key for entry in server.memory.scan("")]
+        for key in keys:
+            server.memory.delete(key)
+
+    @rule(name=servers)
+    def restart(self, name: str) -> None:
+        server = self.servers[name]
+        server.restart()
+        self.install(server)
+
+    @rule(name=servers, key=keys, moment=st.integers(0, 25))
+    def dies_in_a_pause(self, name: str, key: SessionKey, moment: int) -> None:
+        """Killed between any two operations on its tiers, and started again; its lease runs out."""
+        server = self.servers[name]
+        session = server.session(key)
+        if self.state_of(server, key) is not State.ACTIVE or session is None:
+            return
+        chat = self.chat(server, key)
+        if session.token_ids != chat.token_ids:
+            return
+        left = [moment]
+
+        def dying(call: Call) -> Kind | None:
+            left[0] -= 1
+            if left[0] < 0:
+                raise Killed
+            return None
+
+        server.ssd.plan = server.redis.plan = dying
+        answers: list[Any] = []
+        server.begin_pause(chat, answers.append)
+        server.drive()
+        assert answers
+        self.promised.pop(key, None)
+        self.restart(name)
+        self.world.backing.leases.clear()
+        self.seen["died"] += left[0] < 0
+
+    @rule(name=servers)
+    def weights_change(self, name: str) -> None:
+        """There, or back again."""
+        server = self.servers[name]
+        other = OTHER_NAMESPACE if server.service.namespace == NAMESPACE else NAMESPACE
+        server.settings.namespace = other
+        server.service.change_namespace(other)
+        server.drive()
+        self.promised = {key: kept for key, kept in self.promised.items() if kept[0] != name}
+
+    # -- faults --
+
+    def install(self, server: Server) -> None:
+        server.ssd.plan = server.redis.plan = self.plan
+
+    @rule(seed=seeds, rate=st.sampled_from([0.02, 0.1, 0.3]))
+    def faults_begin(self, seed: int, rate: float) -> None:
+        kinds = ("before", "after", "short", "wrong", "missing", "full")
+        self.plan = Faults(seed, **dict.fromkeys(kinds, rate / len(kinds) * 2))
+        self.promised.clear()
+        for server in self.servers.values():
+            self.install(server)
+
+    @precondition(lambda self: self.plan is not nothing)
+    @rule()
+    def faults_end(self) -> None:
+        self.plan = nothing
+        for server in self.servers.values():
+            self.install(server)
+
+    @rule(name=servers, down=st.sampled_from(["up", "up", "down", "known"]))
+    def shared_tier(self, name: str, down: str) -> None:
+        view = self.servers[name].view
+        view.down, view.known_down = down != "up", down == "known"
+        self.promised.clear()
+
+    @rule(
+        where=st.sampled_from(["a", "b", "shared"]),
+        kind=st.sampled_from(["lose", "flip", "flip", "swap", "cut"]),
+        seed=seeds,
+    )
+    def damage(self, where: str, kind: str, seed: int) -> None:
+        """Something happens to an object of one tier."""
+        rng = random.Random(seed)
+        done = self.damage_shared(kind, rng) if where == "shared" else self.damage_disk(where, kind, rng)
+        if done:
+            self.seen[f"damage {kind}"] += 1
+            self.unsound |= where != "shared"
+            self.promised.clear()
+
+    def damage_shared(self, kind: str, rng: random.Random) -> bool:
+        objects = self.world.backing.objects
+        if not objects:
+            return False
+        key, other = rng.choice(sorted(objects)), rng.choice(sorted(objects))
+        found = objects[key]
+        if kind == "lose":
+            del objects[key]
+        elif kind == "swap":
+            objects[key], objects[other] = objects[other], found
+        else:
+            part = "body" if found.body else "header"
+            data = bytearray(getattr(found, part))
+            if kind == "cut":
+                del data[rng.randrange(len(data)) :]
+            else:
+                data[rng.randrange(len(data))] ^= 1 << rng.randrange(8)
+            changed = {"header": found.header, "body": found.body} | {part: bytes(data)}
+            objects[key] = type(found)(**changed, modified=found.modified)
+        return True
+
+    def damage_disk(self, name: str, kind: str, rng: random.Random) -> bool:
+        root = self.servers[name].root
+        paths = sorted(p for p in root.rglob("*") if p.is_file() and not p.name.startswith("."))
+        if not paths:
+            return False
+        path, other = rng.choice(paths), rng.choice(paths)
+        data = bytearray(path.read_bytes())
+        if kind == "lose":
+            path.unlink()
+        elif kind == "swap":
+            path.write_bytes(other.read_bytes())
+            other.write_bytes(data)
+        elif kind == "cut":
+            path.write_bytes(data[: rng.randrange(len(data))])
+        else:
+            data[rng.randrange(len(data))] ^= 1 << rng.randrange(8)
+            path.write_bytes(data)
+        return True
+
+    @rule(source=keys, target=keys)
+    def forge(self, source: SessionKey, target: SessionKey) -> None:
+        """Somebody who can write the shared tier gives one session's KV out for that of another salt."""
+        if source.cache_salt == target.cache_salt:
+            return
+        objects = self.world.backing.objects
+        found = objects.get(manifest_key(NAMESPACE, source.digest))
+        if found is None:
+            return
+        try:
+            manifest = decode_manifest(found.header, namespace=NAMESPACE, digest=source.digest)
+        except Corrupt:
+            return
+        old, new = session_prefix(NAMESPACE, source.digest), session_prefix(NAMESPACE, target.digest)
+        chunks = []
+        for ref in manifest.chunks:
+            key = ref.key.replace(old, new)
+            if ref.key in objects:
+                objects[key] = objects[ref.key]
+            chunks.append(msgspec.structs.replace(ref, key=key))
+        forged = msgspec.structs.replace(
+            manifest,
+            digest=target.digest,
+            session_id=target.session_id,
+            salted=target.salted,
+            chunks=tuple(chunks),
+            paused_at=self.world.time_s,
+        )
+        self.world.backing.last += 1e-3
+        objects[new + "manifest"] = type(found)(encode_manifest(forged), b"", self.world.backing.last)
+        self.promised.pop(target, None)
+        self.seen["forged"] += 1
+
+    # -- what must be true, always --
+
+    @invariant()
+    def memory_is_true(self) -> None:
+        known = {
+            page_hash
+            for key, states in self.states.items()
+            for state in states
+            for page_hash in page_hashes(state, key.cache_salt or "")
+        }
+        for server in getattr(self, "servers", {}).values():
+            assert wrong_pages(server.memory) == []
+            assert {entry.key.split("/")[1] for entry in server.memory.scan("")} <= known
+
+    @invariant()
+    def nothing_is_under_way_and_all_is_sound(self) -> None:
+        for server in getattr(self, "servers", {}).values():
+            server.drive()
+            assert not server.service.working
+            problems = server.service.check()
+            if self.unsound:  # what a server's own disk finds there was put there by this test
+                problems = [problem for problem in problems if "session " in problem or "held" in problem]
+            assert problems == []
+
+    def teardown(self) -> None:
+        try:
+            for server in getattr(self, "servers", {}).values():
+                server.ssd.plan = server.redis.plan = nothing
+                server.upkeep(100)  # holds end
+                server.finish()
+        finally:
+            shutil.rmtree(self.root)
+
+
+TestTiers = TiersMachine.TestCase
+TestTiers.settings = settings(max_examples=60, stateful_step_count=40)
