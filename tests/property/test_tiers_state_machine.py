@@ -225,15 +225,15 @@ class TiersMachine(RuleBasedStateMachine):
         if not server.view.down and self.plan is nothing:
             assert self.world.backing.keys(session_prefix(server.service.namespace, key.digest)) == []
 
-    @rule(name=servers, key=keys, target=st.sampled_from(["ssd", "redis"]))
-    def move(self, name: str, key: SessionKey, target: str) -> None:
+    @rule(name=servers, key=keys, tier=st.sampled_from(["ssd", "redis"]))
+    def move(self, name: str, key: SessionKey, tier: str) -> None:
         server = self.servers[name]
-        answer = server.move(target, key)
+        answer = server.move(tier, key)
         if isinstance(answer, KrulError):
             assert not str(answer).startswith("internal error"), answer
             return
         self.seen["moved"] += 1
-        assert target in answer["tiers"]
+        assert tier in answer["tiers"]
 
     @rule(name=servers, key=keys, other=servers)
     def travel(self, name: str, key: SessionKey, other: str) -> None:
@@ -252,7 +252,7 @@ class TiersMachine(RuleBasedStateMachine):
         self.seen["travelled"] += isinstance(answer, dict)
 
     @rule(name=servers)
-    def list(self, name: str) -> None:
+    def listing(self, name: str) -> None:
         answer = self.servers[name].list()
         assert isinstance(answer, dict), answer
 
@@ -399,10 +399,10 @@ class TiersMachine(RuleBasedStateMachine):
             path.write_bytes(data)
         return True
 
-    @rule(source=keys, target=keys)
-    def forge(self, source: SessionKey, target: SessionKey) -> None:
+    @rule(source=keys, victim=keys)
+    def forge(self, source: SessionKey, victim: SessionKey) -> None:
         """Somebody who can write the shared tier gives one session's KV out for that of another salt."""
-        if source.cache_salt == target.cache_salt:
+        if source.cache_salt == victim.cache_salt:
             return
         objects = self.world.backing.objects
         found = objects.get(manifest_key(NAMESPACE, source.digest))
@@ -412,7 +412,7 @@ class TiersMachine(RuleBasedStateMachine):
             manifest = decode_manifest(found.header, namespace=NAMESPACE, digest=source.digest)
         except Corrupt:
             return
-        old, new = session_prefix(NAMESPACE, source.digest), session_prefix(NAMESPACE, target.digest)
+        old, new = session_prefix(NAMESPACE, source.digest), session_prefix(NAMESPACE, victim.digest)
         chunks = []
         for ref in manifest.chunks:
             key = ref.key.replace(old, new)
@@ -421,15 +421,15 @@ class TiersMachine(RuleBasedStateMachine):
             chunks.append(msgspec.structs.replace(ref, key=key))
         forged = msgspec.structs.replace(
             manifest,
-            digest=target.digest,
-            session_id=target.session_id,
-            salted=target.salted,
+            digest=victim.digest,
+            session_id=victim.session_id,
+            salted=victim.salted,
             chunks=tuple(chunks),
             paused_at=self.world.time_s,
         )
         self.world.backing.last += 1e-3
         objects[new + "manifest"] = type(found)(encode_manifest(forged), b"", self.world.backing.last)
-        self.promised.pop(target, None)
+        self.promised.pop(victim, None)
         self.seen["forged"] += 1
 
     # -- what must be true, always --
