@@ -7,9 +7,9 @@ on both sides), tier_redis.py, tier_memory.py and tier_index.py.
 
     python -m benchmarks.bench_tiers --json
 
-Writes about 0.3 GB a round below --place, removed at the end. `index_bytes_per_chunk` is what a server keeps in
-memory for each chunk on its SSD, keyed by the object's key; the chunk's identity, the chained hash of its last
-page, is in manifest and header.
+Writes about 0.3 GB a round below --place, removed at the end. `index_bytes_per_chunk` is what a server keeps
+in memory for each chunk on its SSD, keyed by the object's key; the chunk's identity, the chained hash of its
+last page, is in manifest and header.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _MEMORY_ROUNDS = 4  # for each round of the others: they are short
 
 @dataclass(frozen=True)
 class Line:
-    """One result. `goal`: at least that if it is a ratio, else less than that; None: no goal, for comparison."""
+    """One result. `goal`: at least that if it is a ratio, else less than that; None: no goal, to compare."""
 
     key: str
     value: float

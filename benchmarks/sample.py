@@ -1,4 +1,4 @@
-"""A session as the demo model leaves it: random KV in chunks, with the headers and the manifest of a pause."""
+"""A session as the demo model leaves it: random KV in chunks, with headers and manifest of a pause."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ class Names:
 
 
 class Sample:
-    """The KV of a session in host memory, uint8 [layers, chunks, SEGMENT_BYTES], and a place to read it to."""
+    """The KV of a session in host memory, uint8 [layers, chunks, SEGMENT_BYTES], and where to read it to."""
 
     def __init__(self, chunks: int, seed: int) -> None:
         shape = (LAYOUT.layers, chunks, SEGMENT_BYTES)

@@ -1,4 +1,4 @@
-"""Memory a server keeps for each stored chunk, by tracemalloc, over many sessions of 12 chunks at page size 16.
+"""Memory a server keeps for each stored chunk, by tracemalloc: many sessions of 12 chunks, page size 16.
 
 What is counted are the real objects after real pauses: the tier's index, and what the registry keeps of each
 session (found by its manifest). The SSD tier's index is keyed by the object's key (namespace, SHA-256 of the

@@ -6,8 +6,8 @@ CPU; the clock stops when the last layer has landed. "In runs": the device pages
 pool gives them; "scattered": every page lies elsewhere. The baseline is one np.copyto of the same number of
 bytes between two buffers of the same kinds (one thread, as the loader is one).
 
-Lookup: what KrulLinker does when SGLang asks for a session of 100,000 tokens at page size 16: build 6,250 keys
-and ask the tier, which holds 7 other such sessions too. No I/O.
+Lookup: what KrulLinker does when SGLang asks for a session of 100,000 tokens at page size 16: build 6,250
+keys and ask the tier, which holds 7 other such sessions too. No I/O.
 """
 
 from __future__ import annotations

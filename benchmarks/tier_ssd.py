@@ -5,7 +5,8 @@ and the manifest, fsync "commit": at the manifest all of them are fsynced, then 
 baseline one file, a pwritev a chunk, one fsync of the file and one of its directory. New files every time.
 
 Reading: the tier as a resume uses it, by one thread (header, then all segments, into buffers like those of
-the arena); the baseline a preadv a chunk into the same buffers. "cold": the files of both are clean and put
+the arena); the baseline preadv after preadv of about 1 MiB into the same buffers, which is quicker here than
+larger ones. "cold": the files of both are clean and put
 out of the page cache by posix_fadvise(DONTNEED) before each timed read, so both come from the device. "warm":
 both from the page cache.
 """
@@ -23,6 +24,8 @@ from sgl_krul.store import SsdTier
 from sgl_krul.store.object_file import ALIGNMENT, head_bytes
 
 __all__ = ["SsdResult", "measure_ssd"]
+
+_READ_VIEWS = 3  # segments in one preadv of the baseline
 
 
 @dataclass
@@ -113,12 +116,14 @@ class _Raw:
         os.close(directory)
 
     def read(self, number: int) -> None:
-        """preadv chunk by chunk."""
+        """preadv after preadv, the next one where the last one ended."""
         fd = os.open(self.path(number), os.O_RDONLY)
         offset = 0
-        for views in self._targets:
-            size = len(self._head) + sum(view.nbytes for view in views)
-            offset += _whole(os.preadv(fd, [self._head, *views], offset), size)
+        for targets in self._targets:
+            views = [memoryview(self._head), *targets]
+            for first in range(0, len(views), _READ_VIEWS):
+                some = views[first : first + _READ_VIEWS]
+                offset += _whole(os.preadv(fd, some, offset), sum(view.nbytes for view in some))
         os.close(fd)
 
 

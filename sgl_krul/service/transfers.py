@@ -159,7 +159,7 @@ class Transfers:
         targets = self.store.targets(size, held)
         generation = 1 if kept is None else kept.generation + 1
         reports: dict[str, PauseReport] = {}
-        failed = self._passed_over(targets, size)
+        failed: dict[str, StoreError] = {}
         for tier in (*targets, *self.store.others(targets)):
             if reports and tier not in targets:
                 break  # those are for when all targets failed
@@ -191,16 +191,6 @@ class Transfers:
             first,
             self.store.passed_over(targets) | {name: str(error) for name, error in failed.items()},
         )
-
-    def _passed_over(self, targets: Sequence[CheckedTier], size: int) -> dict[str, StoreError]:
-        """The tiers a pause should write and won't be tried with, and why."""
-        return {
-            tier.name: StoreFull(f"{tier.name} has no room for {size} bytes now")
-            if self.store.available(tier)
-            else StoreUnavailable(f"{tier.name} is out of reach now")
-            for tier in self.store.choose(self.store.policy.wanted)
-            if tier not in targets
-        }
 
     def _drop_older(self, snapshot: Snapshot, replaced: PausedCopy | None, written: PausedCopy) -> None:
         """Delete what the new copy replaces and did not overwrite, in every tier within reach.

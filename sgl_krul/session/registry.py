@@ -204,6 +204,7 @@ class Registry:
     def remove(self, digest: str) -> None:
         """Forget the session."""
         self._sessions.pop(digest, None)
+        self._unpaused.pop(digest, None)
 
     def _forget_oldest(self) -> None:
         digest = next(iter(self._unpaused))

@@ -33,6 +33,8 @@ _FIELDS = struct.Struct("<8sIIQ")
 _CHECKSUM = struct.Struct("<Q")
 _FIXED = _FIELDS.size + _CHECKSUM.size
 _IOV_MAX = min(1024, os.sysconf("SC_IOV_MAX"))
+_FIRST_READ_BYTES = 64 << 10
+_LARGEST_READ_BYTES = 1 << 20
 
 
 class ObjectHead(NamedTuple):
@@ -99,6 +101,28 @@ def _groups(views: Sequence[memoryview]) -> Iterator[list[memoryview]]:
         yield full[first : first + _IOV_MAX]
 
 
+def _growing(views: Sequence[memoryview]) -> Iterator[list[memoryview]]:
+    """The views in pieces of 64 KiB, 128 KiB, .. 1 MiB: what one read asks for.
+
+    While a piece is copied the kernel reads ahead, twice as far each time. Asked for many megabytes at once
+    it brings the first of them, and only then copies: one after the other instead of both at once.
+    """
+    limit, size = _FIRST_READ_BYTES, 0
+    piece: list[memoryview] = []
+    for view in views:
+        done = 0
+        while done < view.nbytes:
+            part = view[done : done + limit - size]
+            piece.append(part)
+            size += part.nbytes
+            done += part.nbytes
+            if size == limit or len(piece) == _IOV_MAX:
+                yield piece
+                limit, size, piece = min(2 * limit, _LARGEST_READ_BYTES), 0, []
+    if piece:
+        yield piece
+
+
 def _after(views: list[memoryview], done: int) -> list[memoryview]:
     """What is left of the views when their first `done` bytes are dealt with."""
     for index, view in enumerate(views):
@@ -118,8 +142,8 @@ def write_all(fd: int, views: Sequence[memoryview]) -> None:
 
 def read_at(fd: int, views: Sequence[memoryview], offset: int, name: str) -> None:
     """Fill flat byte views from `offset` on, going on after short reads; Corrupt("length") at the end."""
-    for group in _groups(views):
-        left = group
+    for piece in _growing(views):
+        left = piece
         while left:
             done = os.preadv(fd, left, offset)
             if done == 0:

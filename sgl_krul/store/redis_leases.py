@@ -14,6 +14,7 @@ from sgl_krul.store.tier import is_key
 __all__ = ["Leases"]
 
 _MAX_OWNER_SHOWN = 200
+_MAX_LEFT = 4096
 
 
 class Leases:
@@ -26,6 +27,7 @@ class Leases:
         self._random_hex = random_hex
         self._lock = threading.Lock()
         self._held: dict[str, str] = {}
+        self._left: dict[str, str] = {}  # not given back, as nobody answered: ours to take over
 
     def token(self, tag: str) -> str:
         """What the lease of a directory holds if it is ours; empty when we have none."""
@@ -45,15 +47,28 @@ class Leases:
                     f"{prefix}: this server ({self._owner}) is writing it already; try again later"
                 )
             self._held[tag] = token
+            left = self._left.pop(tag, "")
         try:
-            self.check(tag, self._wire.call(self._keys.take_lease(tag, token)))
+            try:
+                self.check(tag, self._wire.call(self._keys.take_lease(tag, token, left)))
+            except StoreUnavailable:
+                self._leave(tag, left or token)
+                raise
             try:
                 yield
             finally:
-                self._wire.run([self._keys.release_lease(tag, token)])  # if that fails, it ends by itself
+                [reply] = self._wire.run([self._keys.release_lease(tag, token)])
+                if isinstance(reply, StoreError):  # it ends by itself
+                    self._leave(tag, token)
         finally:
             with self._lock:
                 del self._held[tag]
+
+    def _leave(self, tag: str, token: str) -> None:
+        with self._lock:
+            self._left[tag] = token
+            if len(self._left) > _MAX_LEFT:
+                del self._left[next(iter(self._left))]
 
     def renew(self, tag: str) -> None:
         """Keep the lease of a directory, if we have one, while something long is written.

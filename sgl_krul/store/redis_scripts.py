@@ -65,10 +65,13 @@ return {'ok', old, redis.call('HLEN', KEYS[3]), existed}
 """
 )
 
-# KEYS lease; ARGV token lease_ms. The same token again is the repeat of a call whose answer got lost.
+# KEYS lease; ARGV token lease_ms left. The same token again repeats a call whose answer got lost. `left`
+# is a lease of ours that could not be given back; what was sent with it and comes late finds it lost.
 _LEASE = """#!lua flags=allow-oom
 local holder = redis.call('GET', KEYS[1])
-if holder and holder ~= ARGV[1] then return {'held', holder, redis.call('PTTL', KEYS[1])} end
+if holder and holder ~= ARGV[1] and holder ~= ARGV[3] then
+  return {'held', holder, redis.call('PTTL', KEYS[1])}
+end
 redis.call('SET', KEYS[1], ARGV[1], 'PX', ARGV[2])
 return {'ok'}
 """
@@ -189,9 +192,9 @@ class Keys:
         keys = self.lease(tag), self.object(tag, name), self.index(tag)
         return _eval(tag, _DELETE, keys, lease, name, self.lease_ms)
 
-    def take_lease(self, tag: str, lease: str) -> Request:
-        """Take a lease: ok or held."""
-        return _eval(tag, _LEASE, (self.lease(tag),), lease, self.lease_ms)
+    def take_lease(self, tag: str, lease: str, left: str) -> Request:
+        """Take a lease, also from `left`, an earlier one of ours: ok or held."""
+        return _eval(tag, _LEASE, (self.lease(tag),), lease, self.lease_ms, left)
 
     def renew_lease(self, tag: str, lease: str) -> Request:
         """Keep a lease: ok or lost."""
