@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from concurrent.futures import Future
+from contextlib import nullcontext
 from threading import Event
 
 import torch
@@ -73,7 +74,7 @@ class LayerLoad:
 
     def _copy(self, layer: int, stream: torch.cuda.Stream | None) -> None:
         rows = self._memory.layer(layer)
-        with torch.cuda.stream(stream):
+        with nullcontext() if stream is None else torch.cuda.stream(stream):
             for _, runs in self._loads:
                 self._pages.to_device(layer, rows, runs)
             if stream is not None:

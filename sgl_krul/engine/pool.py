@@ -58,10 +58,10 @@ def read_layout(pool: Any, page_size: int, rope: str) -> KvLayout:
 
 
 class KvPages:
-    """Copies pages between the pool and host rows, run by run and K and V apart.
+    """Copies pages between the pool and host rows, run by run.
 
-    On a CPU both sides are NumPy views and a run is one strided memcpy without the GIL. Elsewhere the copy
-    goes through torch on the caller's current stream.
+    On a CPU both sides are NumPy views, and a run is one call without the GIL. Elsewhere the copy goes
+    through torch on the caller's current stream, K and V apart.
     """
 
     def __init__(self, pool: Any, layout: KvLayout) -> None:
@@ -69,10 +69,19 @@ class KvPages:
         self.device: torch.device = pool.k_buffer[0].device
         self._k: list[Any] = [self._paged(buffer) for buffer in pool.k_buffer]
         self._v: list[Any] = [self._paged(buffer) for buffer in pool.v_buffer]
+        self._both: list[Rows] = []
+        if self.device.type == "cpu" and layout.k_page_bytes == layout.v_page_bytes:
+            self._both = [_side_by_side(k, v) for k, v in zip(self._k, self._v, strict=True)]
 
     def to_device(self, layer: int, rows: Rows, runs: Sequence[Run]) -> None:
         """Copy host rows into device pages for one layer."""
         split = self.layout.k_page_bytes
+        if self._both:
+            for row, page, count in runs:
+                # Not copyto, which would go over K and then over V: .70 of a memcpy here, this is .90.
+                source = rows[row : row + count].reshape(count, 2, split)
+                np.positive(source, out=self._both[layer][page : page + count])
+            return
         for row, page, count in runs:
             source = rows[row : row + count]
             self._copy_in(self._k[layer], page, source[:, :split])
@@ -106,3 +115,13 @@ class KvPages:
             np.copyto(target, pages[page : page + len(target)])
         else:
             torch.from_numpy(target).copy_(pages[page : page + len(target)])
+
+
+def _side_by_side(k: Rows, v: Rows) -> Rows:
+    """K and V pages of a layer, both [pages, bytes], as one view [pages, 2, bytes], as host rows have them.
+
+    The step from K to V is the distance of two allocations: the view spans what lies between them and touches
+    none of it. It keeps `k` alive; the caller keeps `v`.
+    """
+    step = v.ctypes.data - k.ctypes.data
+    return np.lib.stride_tricks.as_strided(k, (len(k), 2, k.shape[1]), (k.strides[0], step, 1))
