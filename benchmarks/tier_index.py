@@ -23,8 +23,8 @@ from benchmarks.tier_redis import open_tier
 from sgl_krul.session.catalog import find_sessions, find_shared
 from sgl_krul.session.registry import Registry
 from sgl_krul.store import SsdTier
-from sgl_krul.store.redis_pieces import decode_shape, encode_shape
-from sgl_krul.store.redis_reader import Shapes
+from sgl_krul.store.redis.pieces import decode_shape, encode_shape
+from sgl_krul.store.redis.reader import Shapes
 from sgl_krul.store.tier import Tier
 
 __all__ = ["IndexResult", "measure_index"]

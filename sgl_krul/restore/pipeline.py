@@ -128,7 +128,9 @@ class Restorer:
                         report.end(why, why)
                         break
                     chunk = waiting.popleft()
-                    running.append((chunk, self._workers.submit(self._fetch, chunk, manifest.namespace, names)))
+                    running.append(
+                        (chunk, self._workers.submit(self._fetch, chunk, manifest.namespace, names))
+                    )
                 if not running:
                     break
                 self._collect(*running.popleft(), report)

@@ -378,9 +378,7 @@ class Transfers:
         sources = [*tiers, *self.store.others(tiers)]
         return export_session(manifest, sources, path, stopped=self.stop.is_set).manifest
 
-    def take_in(
-        self, path: Path, namespace: str, admit: Callable[[Manifest], None]
-    ) -> tuple[Manifest, str]:
+    def take_in(self, path: Path, namespace: str, admit: Callable[[Manifest], None]) -> tuple[Manifest, str]:
         """Store the session of an exported file; returns its manifest and the tier that took it.
 
         `admit(manifest)` may raise to refuse it, before anything is written.

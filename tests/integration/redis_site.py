@@ -19,7 +19,7 @@ from sgl_krul.session.registry import Session
 from sgl_krul.store import RedisTier
 from sgl_krul.store.memory import MemoryTier
 from sgl_krul.store.pages import PageReservation, PinnedPages
-from sgl_krul.store.redis_writer import TEMPORARY_TTL_MS
+from sgl_krul.store.redis.writer import TEMPORARY_TTL_MS
 from sgl_krul.store.tier import CheckedTier
 from tests.redis_servers import open_tier
 from tests.sessions import (

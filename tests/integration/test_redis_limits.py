@@ -16,8 +16,8 @@ import pytest
 from sgl_krul.errors import KrulError, StoreFull
 from sgl_krul.session.record import session_prefix
 from sgl_krul.session.registry import State
-from sgl_krul.store.redis_routes import slot_of
-from sgl_krul.store.redis_scripts import DIRECTORIES
+from sgl_krul.store.redis.routes import slot_of
+from sgl_krul.store.redis.scripts import DIRECTORIES
 from tests.integration.redis_site import Site, chunk_names, open_site, raw_key, raw_keys, session_of
 from tests.redis_servers import ValkeyServer, cluster, replica_of
 from tests.sessions import CHUNK_TOKENS, Chat, files

@@ -19,8 +19,8 @@ import pytest
 
 from sgl_krul.errors import Corrupt, LeaseHeld, Missing, StoreFull, StoreUnavailable
 from sgl_krul.store import RedisTier
-from sgl_krul.store.in_flight import InFlight
-from sgl_krul.store.redis_pieces import MAX_PIECE_BYTES
+from sgl_krul.store.redis.in_flight import InFlight
+from sgl_krul.store.redis.pieces import MAX_PIECE_BYTES
 from tests.redis_servers import (
     Proxy,
     ValkeyServer,

@@ -7,7 +7,7 @@ import threading
 
 import pytest
 
-from sgl_krul.store.breaker import Breaker
+from sgl_krul.store.redis.breaker import Breaker
 
 
 class Clock:

@@ -11,9 +11,9 @@ from sgl_krul.errors import Corrupt, KrulError, LeaseHeld, Missing, StoreFull, S
 from tests.faults import (
     Backing,
     FakeSharedTier,
-    Faults,
     FaultInjectingSharedTier,
     FaultInjectingTier,
+    Faults,
     Kind,
     Script,
 )

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from sgl_krul.errors import ConfigError
-from sgl_krul.store.redis_address import Endpoint, RedisUrl, parse_redis_url
+from sgl_krul.store.redis.address import Endpoint, RedisUrl, parse_redis_url
 from tests.redis_servers import open_tier
 
 SECRET = "s3cr3t"

@@ -8,8 +8,8 @@ import pytest
 from redis import exceptions
 
 from sgl_krul.errors import Corrupt, StoreError, StoreFull, StoreUnavailable
-from sgl_krul.store.redis import node_failure, reply_error
-from sgl_krul.store.redis_wire import Elsewhere, NodeFailure
+from sgl_krul.store.redis.tier import node_failure, reply_error
+from sgl_krul.store.redis.wire import Elsewhere, NodeFailure
 
 CLASSES = [
     kind

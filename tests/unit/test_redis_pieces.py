@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from redis.crc import key_slot
 
 from sgl_krul.errors import Corrupt
-from sgl_krul.store.redis_pieces import (
+from sgl_krul.store.redis.pieces import (
     MAX_PIECE_BYTES,
     MAX_PIECES,
     Shape,
@@ -23,7 +23,7 @@ from sgl_krul.store.redis_pieces import (
     encode_shape,
     plan_read,
 )
-from sgl_krul.store.redis_routes import slot_of
+from sgl_krul.store.redis.routes import slot_of
 
 KIB, MIB = 1 << 10, 1 << 20
 TOKEN = bytes(range(16))

@@ -82,7 +82,12 @@ def test_rules_and_separators_say_whose_a_session_is() -> None:
         TenantRuleConfig("a:", "vip"),
     )
     found = tenants(
-        stored("vip-1", 2000), stored("a:2", 2000), stored("x:1", 50), separator=":", quota_bytes=60, rules=rules
+        stored("vip-1", 2000),
+        stored("a:2", 2000),
+        stored("x:1", 50),
+        separator=":",
+        quota_bytes=60,
+        rules=rules,
     )
     found.require_room(new("vip-2"), 1000)
     for session_id, size, who in (

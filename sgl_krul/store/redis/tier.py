@@ -1,8 +1,8 @@
 """The Redis tier: objects in a Redis or Valkey (7.0 or later) that several servers share.
 
 The only module that imports redis-py. It opens connections and says in our words what went wrong there;
-`redis_wire` sends commands to the right server; `redis_writer`, `redis_reader`, `redis_directories` and
-`redis_leases` know what to send.
+`wire` sends commands to the right server; `writer`, `reader`, `directories` and
+`leases` know what to send.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ from redis.connection import (
 from redis.retry import Retry
 
 from sgl_krul.errors import Corrupt, StoreError, StoreFull, StoreUnavailable
-from sgl_krul.store.breaker import Breaker, BreakerState
-from sgl_krul.store.in_flight import InFlight, StoredCount
-from sgl_krul.store.redis_address import Endpoint, parse_redis_url
-from sgl_krul.store.redis_directories import Directories
-from sgl_krul.store.redis_leases import Leases
-from sgl_krul.store.redis_reader import Read, Reader, Shapes
-from sgl_krul.store.redis_routes import ClusterRoutes, FixedRoutes, Routes, SentinelRoutes
-from sgl_krul.store.redis_scripts import Keys, Request, split_key
-from sgl_krul.store.redis_settings import RedisSettings
-from sgl_krul.store.redis_wire import Elsewhere, NodeFailure, Nodes, Timing, Wire
-from sgl_krul.store.redis_writer import Writer
+from sgl_krul.store.redis.address import Endpoint, parse_redis_url
+from sgl_krul.store.redis.breaker import Breaker, BreakerState
+from sgl_krul.store.redis.directories import Directories
+from sgl_krul.store.redis.in_flight import InFlight, StoredCount
+from sgl_krul.store.redis.leases import Leases
+from sgl_krul.store.redis.reader import Read, Reader, Shapes
+from sgl_krul.store.redis.routes import ClusterRoutes, FixedRoutes, Routes, SentinelRoutes
+from sgl_krul.store.redis.scripts import Keys, Request, split_key
+from sgl_krul.store.redis.settings import RedisSettings
+from sgl_krul.store.redis.wire import Elsewhere, NodeFailure, Nodes, Timing, Wire
+from sgl_krul.store.redis.writer import Writer
 from sgl_krul.store.tier import Buffer, Entry, TierUsage, byte_view, check_header, check_key, writable_view
 
 __all__ = ["RedisTier"]
@@ -50,7 +50,7 @@ _MAX_SHAPE_AGE_S = 60.0
 
 
 class RedisTier:
-    """A SharedTier of hashes in Redis; see `redis_pieces` and `redis_scripts` for how they look.
+    """A SharedTier of hashes in Redis; see `pieces` and `scripts` for how they look.
 
     An object lives for `ttl_s` from its last put, read of its header, or touch. `usage` counts what this
     tier changed and what `refresh` found; it is the soft bound of `put`. A `lease` covers the objects right
@@ -108,7 +108,7 @@ class RedisTier:
         lease_s: float,
         owner: str,
     ) -> RedisTier:
-        """A tier for a URL (see `redis_address`). Connects at first use: a server that is down is no error.
+        """A tier for a URL (see `address`). Connects at first use: a server that is down is no error.
 
         Each server gets at most `connections`; reads and puts have at most `max_in_flight_bytes` on their
         way. `owner` (host:pid) is who others are told holds a lease.

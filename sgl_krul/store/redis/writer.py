@@ -8,16 +8,16 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 from sgl_krul.errors import LeaseHeld, StoreFull, StoreUnavailable
-from sgl_krul.store.in_flight import InFlight, StoredCount
-from sgl_krul.store.redis_directories import Directories
-from sgl_krul.store.redis_leases import Leases
-from sgl_krul.store.redis_pieces import cut, encode_shape
-from sgl_krul.store.redis_scripts import Keys, Request, parse_entry, split_key
-from sgl_krul.store.redis_wire import Wire, value_of
+from sgl_krul.store.redis.directories import Directories
+from sgl_krul.store.redis.in_flight import InFlight, StoredCount
+from sgl_krul.store.redis.leases import Leases
+from sgl_krul.store.redis.pieces import cut, encode_shape
+from sgl_krul.store.redis.scripts import Keys, Request, parse_entry, split_key
+from sgl_krul.store.redis.wire import Wire, value_of
 
 __all__ = ["Writer"]
 
-ROUND_BYTES = 4 << 20  # written in one round trip
+ROUND_BYTES = 8 << 20  # written in one round trip
 TEMPORARY_TTL_MS = 60_000
 _STRIPES = 64
 

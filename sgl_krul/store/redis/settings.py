@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from sgl_krul.errors import ConfigError
-from sgl_krul.store.redis_address import RedisUrl
-from sgl_krul.store.redis_pieces import MAX_PIECE_BYTES
+from sgl_krul.store.redis.address import RedisUrl
+from sgl_krul.store.redis.pieces import MAX_PIECE_BYTES
 
 __all__ = ["RedisSettings"]
 

@@ -9,8 +9,8 @@ from collections.abc import Callable, Sequence
 from typing import Protocol, TypeAlias
 
 from sgl_krul.errors import StoreUnavailable
-from sgl_krul.store.redis_address import Endpoint
-from sgl_krul.store.redis_scripts import Command
+from sgl_krul.store.redis.address import Endpoint
+from sgl_krul.store.redis.scripts import Command
 
 __all__ = ["Ask", "ClusterRoutes", "FixedRoutes", "Routes", "SentinelRoutes", "slot_of"]
 

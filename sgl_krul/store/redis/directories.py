@@ -6,9 +6,9 @@ from collections.abc import Iterator, Sequence
 from itertools import islice, pairwise
 
 from sgl_krul.errors import Corrupt, StoreError, StoreUnavailable
-from sgl_krul.store.redis_pieces import check_stored_header, decode_shape
-from sgl_krul.store.redis_scripts import DIRECTORIES, Keys, Request, parse_entry, parse_tag, split_key
-from sgl_krul.store.redis_wire import Wire, value_of
+from sgl_krul.store.redis.pieces import check_stored_header, decode_shape
+from sgl_krul.store.redis.scripts import DIRECTORIES, Keys, Request, parse_entry, parse_tag, split_key
+from sgl_krul.store.redis.wire import Wire, value_of
 from sgl_krul.store.tier import Entry, is_key
 
 __all__ = ["Directories"]

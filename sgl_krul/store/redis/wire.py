@@ -7,10 +7,10 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol, TypeAlias
 
 from sgl_krul.errors import StoreError, StoreUnavailable
-from sgl_krul.store.breaker import Breaker, BreakerState
-from sgl_krul.store.redis_address import Endpoint
-from sgl_krul.store.redis_routes import Routes
-from sgl_krul.store.redis_scripts import Command, Request
+from sgl_krul.store.redis.address import Endpoint
+from sgl_krul.store.redis.breaker import Breaker, BreakerState
+from sgl_krul.store.redis.routes import Routes
+from sgl_krul.store.redis.scripts import Command, Request
 
 __all__ = ["Elsewhere", "Node", "NodeFailure", "Nodes", "Take", "Timing", "Wire", "pack", "value_of"]
 

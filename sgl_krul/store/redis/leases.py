@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from sgl_krul.errors import LeaseHeld, StoreError, StoreUnavailable
-from sgl_krul.store.redis_scripts import Keys
-from sgl_krul.store.redis_wire import Wire
+from sgl_krul.store.redis.scripts import Keys
+from sgl_krul.store.redis.wire import Wire
 from sgl_krul.store.tier import is_key
 
 __all__ = ["Leases"]

@@ -10,8 +10,8 @@ from itertools import chain
 from typing import NamedTuple
 
 from sgl_krul.errors import Corrupt, Missing, StoreError, StoreUnavailable
-from sgl_krul.store.in_flight import InFlight
-from sgl_krul.store.redis_pieces import (
+from sgl_krul.store.redis.in_flight import InFlight
+from sgl_krul.store.redis.pieces import (
     MAX_PIECE_BYTES,
     Part,
     Shape,
@@ -20,8 +20,8 @@ from sgl_krul.store.redis_pieces import (
     decode_shape,
     plan_read,
 )
-from sgl_krul.store.redis_scripts import Keys, Request, split_key
-from sgl_krul.store.redis_wire import Wire
+from sgl_krul.store.redis.scripts import Keys, Request, split_key
+from sgl_krul.store.redis.wire import Wire
 
 __all__ = ["Read", "Reader", "Shapes"]
 
