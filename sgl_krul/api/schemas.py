@@ -133,7 +133,10 @@ class Overview(BaseModel):
     sessions: list[SessionInfo]
     tiers: dict[str, TierInfo]
     counters: dict[str, int]
-    load: dict[str, int]
+    load: dict[str, int] = Field(
+        description="layer_takeovers: layers the forward copied itself; slow_steps: rounds in which the "
+        "scheduler spent over 100 ms on sessions."
+    )
     namespace: str
 
 

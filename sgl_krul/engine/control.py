@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ __all__ = ["SessionControl"]
 
 logger = logging.getLogger(__name__)
 
+_SLOW_STEP_S = 0.1
 _IDLE_NAP_S = 0.005  # a message that comes meanwhile waits so long, when nothing else runs
 
 Send = Callable[[KrulControlReqOutput, KrulControlReqInput], None]
@@ -51,7 +53,8 @@ class SessionControl:
             "list": self._list,
         }
         cache.on_finished = service.observe
-        cache.on_step = service.poll
+        cache.on_step = self._step
+        self._slow_steps = 0
         cache.on_reset = self._before_flush
 
     def connect(self, send: Send) -> None:
@@ -63,6 +66,7 @@ class SessionControl:
 
         Whatever goes wrong is answered: an exception that left this handler would end the scheduler.
         """
+        start = time.monotonic()
 
         def reply(result: dict[str, Any] | KrulError) -> None:
             assert self._send is not None
@@ -76,6 +80,17 @@ class SessionControl:
         except Exception as error:
             logger.exception("krul: the verb %r failed", message.verb)
             reply(KrulError(f"internal error in {message.verb!r}: {error!r}; the server's log has the trace"))
+        self._took(start)
+
+    def _step(self) -> None:
+        """Our part of the scheduler's round."""
+        start = time.monotonic()
+        self.service.poll()
+        self._took(start)
+
+    def _took(self, start: float) -> None:
+        """Other chats waited for us so long."""
+        self._slow_steps += time.monotonic() - start > _SLOW_STEP_S
 
     @property
     def working(self) -> bool:
@@ -205,7 +220,10 @@ class SessionControl:
         reply(self.service.describe(session))
 
     def _list(self, _key: SessionKey, _argument: str, reply: Reply) -> None:
-        load = {"layer_takeovers": self._linker.layer_done_counter.takeovers}
+        load = {
+            "layer_takeovers": self._linker.layer_done_counter.takeovers,
+            "slow_steps": self._slow_steps,
+        }
         self.service.refresh(reply, lambda: self.service.overview() | {"load": load})
 
     def _free_device(self, session: Session, key: SessionKey, hashes: tuple[str, ...]) -> int:

@@ -439,8 +439,9 @@ class Transfers:
             for tier in reversed(self.store.tiers):  # the shared one may refuse: then nothing has changed
                 try:
                     freed += self._delete_from(tier, digest, namespace)
-                except StoreError as error:
-                    if isinstance(error, LeaseHeld) or paused is None or tier.name in paused.tiers:
+                except StoreUnavailable as error:
+                    expected = paused is None or tier.name in paused.tiers
+                    if expected or not self.store.is_shared(tier):
                         raise
                     logger.warning("krul: %s was not asked to delete %s: %s", tier.name, digest[:12], error)
             drop()

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
 from sgl_krul.errors import BadArchive, KrulError
 from tests.e2e.harness import Chatter, ServerFactory, prompt
-from tests.redis_servers import ValkeyServer
+from tests.redis_servers import Proxy, ValkeyServer
 
 PASSWORD = "not-to-be-seen"
 
@@ -22,24 +24,31 @@ def redis(place: Path) -> Iterator[ValkeyServer]:
         yield server
 
 
-def tiers(redis: ValkeyServer) -> str:
+@pytest.fixture(scope="module")
+def line(redis: ValkeyServer) -> Iterator[Proxy]:
+    """B's way to Redis, which may be slow."""
+    with Proxy(redis.port) as proxy:
+        yield proxy
+
+
+def tiers(port: int) -> str:
     """Sections of a server that pauses into Redis, with its own disk behind it."""
     return (
-        f"redis: {{url: 'redis://127.0.0.1:{redis.port}/0', password: '{PASSWORD}', timeout_s: 2s}}\n"
+        f"redis: {{url: 'redis://127.0.0.1:{port}/0', password: '{PASSWORD}', timeout_s: 2s}}\n"
         "placement: {replicate: redis, interval_s: 1s}\n"
     )
 
 
 @pytest.fixture(scope="module")
-def pair(place: Path, redis: ValkeyServer) -> Iterator[tuple[Chatter, Chatter]]:
+def pair(place: Path, redis: ValkeyServer, line: Proxy) -> Iterator[tuple[Chatter, Chatter]]:
     """Servers A and B, in processes with different hash seeds, each with a disk of its own."""
     factories = []
     processes = []
-    for name in ("a", "b"):
+    for name, port in (("a", redis.port), ("b", line.port)):
         (place / name).mkdir()
         factory = ServerFactory(place / name)
         factories.append(factory)
-        config = factory.config(more=tiers(redis))
+        config = factory.config(more=tiers(port))
         environ = {**os.environ, "PYTHONHASHSEED": str(len(processes))}
         processes.append(factory.launch("--enable-metrics", config=config, environ=environ))
     try:
@@ -154,6 +163,26 @@ def test_a_session_travels_by_file(pair: tuple[Chatter, Chatter], tmp_path: Path
         b.sessions.import_session(damaged)
 
 
+def test_fifty_wait_for_a_slow_store_and_the_scheduler_does_not(
+    pair: tuple[Chatter, Chatter], line: Proxy
+) -> None:
+    """Were any of their I/O done by the scheduler, it would spend 200 ms and more on each of them."""
+    a, b = pair
+    waiting = {f"slow-{index}": prompt(100 + index, 34) for index in range(50)}
+    for name, text in waiting.items():
+        a.ask(text, name, new=1)
+        a.sessions.pause(name)
+    before = b.sessions.sessions().load["slow_steps"]
+    line.delay_s = 0.2
+    with ThreadPoolExecutor(51) as pool:
+        answers = [pool.submit(b.ask, text, name, new=1) for name, text in waiting.items()]
+        other = pool.submit(b.ask, prompt(99, 64), new=32)
+        assert len(other.result().tokens) == 32
+        assert [answer.result().restored for answer in answers] == [32] * 50
+    line.delay_s = 0.0
+    assert b.sessions.sessions().load["slow_steps"] - before < 10
+
+
 def test_metrics_and_logs_of_a_server(pair: tuple[Chatter, Chatter]) -> None:
     a, _ = pair
     text = a.http.get("/metrics").text
@@ -186,4 +215,9 @@ def test_redis_dies_and_comes_back(pair: tuple[Chatter, Chatter], redis: ValkeyS
             break
     else:
         pytest.fail("Redis is back, and not used")
+    assert b.sessions.sessions().tiers["redis"].objects > 0
+    deadline = time.monotonic() + 60  # A tries again by itself, at most 15 s apart
+    while "after" not in {session.session_id for session in a.sessions.sessions().sessions}:
+        assert time.monotonic() < deadline, "A does not see Redis again"
+        time.sleep(0.2)
     assert a.ask(prompt(50 + attempt, 64), "after").restored >= 48

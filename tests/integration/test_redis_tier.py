@@ -408,7 +408,7 @@ def test_a_read_of_several_round_trips_is_of_one_object(server: ValkeyServer, ti
 def test_a_put_cut_off_is_never_seen_and_ends_by_itself(server: ValkeyServer) -> None:
     with Proxy(server.port) as proxy, open_tier(f"redis://127.0.0.1:{proxy.port}") as tier:
         tier.put("s/a", b"old", body(16, 1000))
-        proxy.cut_after = 6 * MIB
+        proxy.cut_after = 9 * MIB  # in the second round
         unavailable(lambda: tier.put("s/a", b"new", body(17, *[MIB] * 12)))
         [left] = temporaries(server)
         assert 0 < server.client().pttl(left) <= 60_000
