@@ -1,7 +1,8 @@
 """The fault kit: tiers that fail on purpose, the same way each time; and a shared tier in memory.
 
-`FaultInjectingTier` stands before a tier and asks a plan what goes wrong with each call. A plan is any function
-of a `Call`: `Faults` draws from a seed, `Script` lists what happens to whom, `nothing` lets all calls through.
+`FaultInjectingTier` stands before a tier and asks a plan what goes wrong with each call. A plan is any
+function of a `Call`: `Faults` draws from a seed, `Script` lists what happens to whom, `nothing` lets all
+calls through.
 """
 
 from __future__ import annotations
@@ -70,7 +71,9 @@ class Faults:
         self._seed = seed
         self._rates = [(Kind(name), rate) for name, rate in rates.items()]
         if min((rate for _, rate in self._rates), default=0) < 0 or sum(r for _, r in self._rates) > 1:
-            raise ValueError(f"rates {rates}: expected parts of 1, which they exceed together, or less than 0")
+            raise ValueError(
+                f"rates {rates}: expected parts of 1, which they exceed together, or less than 0"
+            )
 
     def __call__(self, call: Call) -> Kind | None:
         if not self.on:
@@ -88,8 +91,8 @@ class Faults:
 
 
 class Script:
-    """Faults as they are listed: `{("put", "manifest"): [None, Kind.AFTER]}` fails the second put of a key that
-    ends so. A single kind happens every time.
+    """Faults as they are listed: `{("put", "manifest"): [None, Kind.AFTER]}` fails the second put of a key
+    that ends so. A single kind happens every time.
     """
 
     def __init__(self, steps: Mapping[tuple[str, str], Kind | Sequence[Kind | None]]) -> None:

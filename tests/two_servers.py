@@ -108,7 +108,7 @@ class Settings:
 
 
 class Server:
-    """One service and its tiers. `ssd` and `redis` are before its own disk and its view of the shared tier."""
+    """One service and its tiers. `ssd` and `redis` stand before its disk and its view of the shared tier."""
 
     def __init__(
         self, world: World, name: str = "a", *, metrics: MetricsSink | None = None, **settings: Any
@@ -252,9 +252,7 @@ class Server:
         def forget(session: Session, reply: Callable[[Body | KrulError], None]) -> None:
             self.service.forget(session, settle=lambda: 0, drop=drop, reply=reply)
 
-        return self.ask(
-            lambda reply: self.service.locate(key, lambda session: forget(session, reply), reply)
-        )
+        return self.ask(lambda reply: self.service.locate(key, lambda session: forget(session, reply), reply))
 
     def move(self, target: str, key: SessionKey = KEY) -> Any:
         """Put it elsewhere."""

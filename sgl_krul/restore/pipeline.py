@@ -2,8 +2,8 @@
 
 Nothing from a store is trusted: the chunk's header must be the one the manifest promises (namespace, chained
 page hash, a digest of the manifest's own tokens, counts), and every segment must match its checksum before
-its pages can be found by anyone. A chunk that one tier has lost or damaged is taken from the next that has the
-session. What none of them has is a miss; the restore is cut there and the rest of the session is computed
+its pages can be found by anyone. A chunk that one tier has lost or damaged is taken from the next that has
+the session. What none of them has is a miss; the restore is cut there and the rest of the session is computed
 again (invariant 1).
 """
 

@@ -187,8 +187,9 @@ def import_session(
     """Put the session in the file `path` into `target`, as a pause at this moment would. Its new manifest.
 
     The whole file is verified before anything is written. A session that `target` has under this name is
-    replaced. `admit(manifest)` may raise to refuse it. `hold(digest)` is entered while `target` is read and written: take the lease of a shared one.
-    At most one chunk is in memory at a time. Blocks on I/O: call it from a worker.
+    replaced. `admit(manifest)` may raise to refuse it. `hold(digest)` is entered while `target` is read and
+    written: take the lease of a shared one. At most one chunk is in memory at a time. Blocks on I/O: call it
+    from a worker.
 
     Raises:
         BadArchive: no export of a session, damaged, of another version, or not of `namespace`.

@@ -58,7 +58,7 @@ class Written:
 
 @dataclass(frozen=True)
 class _Found:
-    """The newest manifest of a session, and the tiers that have it; else `why`: (word, sentence) there is none.
+    """The newest manifest of a session, and the tiers that have it; else `why` there is none: (word, text).
 
     `copies`: what each tier has, an older one too. `unread`: tiers that could not be asked.
     """

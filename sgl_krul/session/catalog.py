@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from sgl_krul.errors import Corrupt, StoreError
+from sgl_krul.errors import Corrupt, StoreError, StoreUnavailable
 from sgl_krul.session.record import (
     FORMAT_VERSION,
     Manifest,
@@ -135,12 +135,17 @@ def find_shared(tier: Tier, namespace: str, seen: Mapping[str, float]) -> tuple[
 
 
 def sweep_session(tier: Tier, manifest: Manifest) -> int:
-    """Remove the session's objects that its manifest does not name; returns how many. Safe at any time."""
+    """Remove the session's objects that its manifest does not name; returns how many. Safe at any time.
+
+    Best effort: what an unreachable store keeps is only orphans, and the next sweep takes them.
+    """
     keep = {chunk.key for chunk in manifest.chunks}
     keep.add(manifest_key(manifest.namespace, manifest.digest))
-    orphans = [
-        e.key for e in tier.scan(session_prefix(manifest.namespace, manifest.digest)) if e.key not in keep
-    ]
+    try:
+        found = list(tier.scan(session_prefix(manifest.namespace, manifest.digest)))
+    except StoreUnavailable:
+        return 0
+    orphans = [entry.key for entry in found if entry.key not in keep]
     return sum(delete_quietly(tier, key) for key in orphans)
 
 

@@ -124,10 +124,14 @@ class Session:
 
     @property
     def tokens(self) -> int:
-        """Tokens of the session as far as known."""
-        if self.token_ids:
-            return len(self.token_ids)
-        return self.paused.tokens if self.paused is not None else 0
+        """Tokens of the session as far as known.
+
+        Of a resting one, what is stored counts: another server may have gone on with it.
+        """
+        resting = self.state in (State.PAUSED, State.RESUMING, State.STALE)
+        if self.paused is not None and (resting or not self.token_ids):
+            return self.paused.tokens
+        return len(self.token_ids)
 
 
 class Registry:

@@ -345,7 +345,7 @@ def test_page_hashes_that_are_not_those_of_the_tokens_restore_nothing(world: Wor
 
 
 def test_one_salt_cannot_be_given_anothers_pages(world: World) -> None:
-    """Somebody copied a whole session to another's place: all of it is sound, but it is not that session's."""
+    """Somebody copied a whole session to another's place: all is sound, but it is not that session's."""
     a = world.server("a", replicate="redis")
     a.pause(chat(150))
     other = SessionKey("chat", "salt")
@@ -567,7 +567,7 @@ def hold_look(server: Server, key: SessionKey) -> tuple[threading.Event, threadi
 
 
 def test_copies_of_other_weights_in_the_shared_tier_are_nobodys_business(world: World) -> None:
-    """They belong to servers of another model, or to this one before an update: others may have that still."""
+    """They are of another model, or of this one before an update: other servers may have that still."""
     b = world.server("b", namespace=OTHER_NAMESPACE, replicate="redis")
     session = chat(150)
     session.namespace = OTHER_NAMESPACE

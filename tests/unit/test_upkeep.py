@@ -381,7 +381,7 @@ def test_a_write_out_that_fails_beside_a_hold_is_tried_again(world: World) -> No
 
 @pytest.mark.parametrize("verb", ["forget", "pause"])
 def test_a_write_out_that_comes_late_writes_nothing(world: World, verb: str) -> None:
-    """It was begun, and another session's was under way; meanwhile the session was deleted, or paused anew."""
+    """It was begun, and had to wait; meanwhile the session was deleted, or went on."""
     a = memory_server(world)
     a.pause(chat(150))
     overtaken = threading.Event()
