@@ -234,7 +234,9 @@ class Server:
         """Resume without a request; of one that is not known, the shared tier is asked."""
 
         def verb(reply: Callable[[Body | KrulError], None]) -> None:
-            self.service.locate(key, lambda _: self.service.resume(key, hold=False, reply=reply), reply)
+            self.service.exchange.locate(
+                key, lambda _: self.service.resume(key, hold=False, reply=reply), reply
+            )
 
         return self.ask(verb)
 
@@ -242,7 +244,7 @@ class Server:
         """What it is."""
 
         def verb(reply: Callable[[Body | KrulError], None]) -> None:
-            self.service.locate(key, lambda session: reply(self.service.describe(session)), reply)
+            self.service.exchange.locate(key, lambda session: reply(self.service.describe(session)), reply)
 
         return self.ask(verb)
 
@@ -252,19 +254,21 @@ class Server:
         def forget(session: Session, reply: Callable[[Body | KrulError], None]) -> None:
             self.service.forget(session, settle=lambda: 0, drop=drop, reply=reply)
 
-        return self.ask(lambda reply: self.service.locate(key, lambda session: forget(session, reply), reply))
+        return self.ask(
+            lambda reply: self.service.exchange.locate(key, lambda session: forget(session, reply), reply)
+        )
 
     def move(self, target: str, key: SessionKey = KEY) -> Any:
         """Put it elsewhere."""
         return self.ask(
-            lambda reply: self.service.locate(
-                key, lambda session: self.service.move(session, target, reply), reply
+            lambda reply: self.service.exchange.locate(
+                key, lambda session: self.service.exchange.move(session, target, reply), reply
             )
         )
 
     def list(self) -> Any:
         """What the API lists."""
-        return self.ask(lambda reply: self.service.refresh(reply, self.service.overview))
+        return self.ask(lambda reply: self.service.exchange.refresh(reply, self.service.overview))
 
     def listed(self) -> dict[str, Any]:
         """Sessions by id."""

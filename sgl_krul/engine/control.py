@@ -126,7 +126,7 @@ class SessionControl:
         """A verb for a session that this server knows, or that the shared tier tells it of."""
 
         def run(key: SessionKey, argument: str, reply: Reply) -> None:
-            self.service.locate(key, lambda session: verb(session, key, argument, reply), reply)
+            self.service.exchange.locate(key, lambda session: verb(session, key, argument, reply), reply)
 
         return run
 
@@ -172,7 +172,9 @@ class SessionControl:
         elif session is not None:
             self.service.resume(key, hold=False, reply=reply)
         else:
-            self.service.locate(key, lambda _: self.service.resume(key, hold=False, reply=reply), reply)
+            self.service.exchange.locate(
+                key, lambda _: self.service.resume(key, hold=False, reply=reply), reply
+            )
 
     def _hold(self, key: SessionKey, _argument: str, reply: Reply) -> None:
         """A request waits: restore if there is something to restore, else let it go at once.
@@ -189,13 +191,13 @@ class SessionControl:
             self.service.resume(key, hold=True, reply=reply)
 
     def _move(self, session: Session, _key: SessionKey, argument: str, reply: Reply) -> None:
-        self.service.move(session, argument, reply)
+        self.service.exchange.move(session, argument, reply)
 
     def _export(self, session: Session, _key: SessionKey, argument: str, reply: Reply) -> None:
-        self.service.export(session, Path(argument), reply)
+        self.service.exchange.export(session, Path(argument), reply)
 
     def _import(self, _key: SessionKey, argument: str, reply: Reply) -> None:
-        self.service.take_in(Path(argument), reply)
+        self.service.exchange.take_in(Path(argument), reply)
 
     def _forget(self, session: Session, key: SessionKey, _argument: str, reply: Reply) -> None:
         own = [(ids, self._cache.page_hashes(key, ids)) for ids in (session.token_ids, *session.branches)]
@@ -224,7 +226,7 @@ class SessionControl:
             "layer_takeovers": self._linker.layer_done_counter.takeovers,
             "slow_steps": self._slow_steps,
         }
-        self.service.refresh(reply, lambda: self.service.overview() | {"load": load})
+        self.service.exchange.refresh(reply, lambda: self.service.overview() | {"load": load})
 
     def _free_device(self, session: Session, key: SessionKey, hashes: tuple[str, ...]) -> int:
         """Free the session's own device pages: older branches first, so their trunk is a leaf afterwards."""

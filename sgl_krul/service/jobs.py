@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from threading import Event
 from typing import Any
 
-from sgl_krul.errors import KrulError
+from sgl_krul.errors import KrulError, SessionBusy
+from sgl_krul.session.registry import Session
 
 __all__ = ["Body", "Job", "Jobs", "Reply"]
 
@@ -44,6 +45,14 @@ class Jobs:
     def busy(self, digest: str) -> bool:
         """True while the session has a job."""
         return any(job.digest == digest for job in self._jobs)
+
+    def refuse_if_busy(self, session: Session) -> None:
+        """Raises SessionBusy while the session has a job."""
+        if self.busy(session.digest):
+            raise SessionBusy(
+                f"session {session.session_id!r} is busy right now ({session.state.value}): "
+                "try again when that is done"
+            )
 
     def begin(self, job: Job) -> None:
         """Watch a job."""

@@ -1,4 +1,4 @@
-"""pause, resume, forget, move, export, import: the verbs, and the state each session passes through.
+"""pause(id), resume(id), forget(id): the verbs, and the state each session passes through.
 
 One thread (the scheduler's) calls `SessionService`; every method returns at once. What takes time is a job on
 a worker; `poll()` brings finished jobs back to the calling thread, where their `complete` step runs and the
@@ -12,22 +12,23 @@ import time
 from array import array
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from pathlib import Path
 
 from sgl_krul.config import Config
-from sgl_krul.errors import KrulError, SessionBusy, UnknownSession
 from sgl_krul.layout import KvLayout
 from sgl_krul.metrics import MetricsSink, NoMetrics
 from sgl_krul.pause.pipeline import PageSource, Snapshot
 from sgl_krul.restore.pipeline import RestoreReport
+from sgl_krul.service.copies import StoredCopies
 from sgl_krul.service.counters import Counters
+from sgl_krul.service.exchange import Exchange
 from sgl_krul.service.jobs import Body, Job, Jobs, Reply
+from sgl_krul.service.moves import Moves
 from sgl_krul.service.tenants import Tenants
 from sgl_krul.service.transfers import HashPages, Transfers, Written
 from sgl_krul.service.upkeep import Upkeep
 from sgl_krul.service.views import describe, overview
-from sgl_krul.session.catalog import as_session, find_sessions
-from sgl_krul.session.record import Manifest, SessionKey
+from sgl_krul.session.catalog import find_sessions
+from sgl_krul.session.record import SessionKey
 from sgl_krul.session.registry import PausedCopy, Registry, Session, State
 from sgl_krul.store.memory import MemoryTier
 from sgl_krul.store.tiered import TieredStore
@@ -77,9 +78,21 @@ class SessionService:
         self._pausers = Workers("pause", config.pause.workers)
         self._resumers = Workers("resume", _RESUMERS)
         self._askers = Workers("resume-shared", _RESUMERS)  # apart: they wait for a network
-        self._transfers = Transfers(config, layout, memory, store, hash_pages, self._metrics, clock, now)
+        copies = StoredCopies(store)
+        self._transfers = Transfers(config, layout, memory, copies, hash_pages, self._metrics, clock, now)
+        moves = Moves(copies, self._transfers.stop, now)
         self._upkeep = Upkeep(
-            config.placement, namespace, self.registry, self._transfers, self.counters, clock, now
+            config.placement, namespace, self.registry, self._transfers, moves, self.counters, clock, now
+        )
+        self.exchange = Exchange(
+            self.registry,
+            self._jobs,
+            copies,
+            moves,
+            self._upkeep,
+            self._tenants,
+            lambda: self.namespace,
+            clock,
         )
         self._discover()
         self._resumers.submit(memory.prefault, config.memory.prefault_bytes)
@@ -159,7 +172,7 @@ class SessionService:
             SessionBusy: another job of the session runs; nothing was changed.
             QuotaExceeded: its tenant would pass its quota; nothing was changed.
         """
-        self._refuse_if_busy(session)
+        self._jobs.refuse_if_busy(session)
         size = len(page_hashes) * self.layout.page_bytes
         self._tenants.claim(session, size)
         self._upkeep.wakes(session.digest)
@@ -226,13 +239,14 @@ class SessionService:
         """
         known = self.registry.find(key.digest)
         session = known or Session(key.digest, key.session_id, key.salted, state=State.PAUSED)
-        self._refuse_if_busy(session)
+        self._jobs.refuse_if_busy(session)
         start = self._clock()
         deadline = start + self._config.session.hold_deadline_s
-        workers = (
-            self._askers if self._transfers.asks_shared(session.paused, self.namespace) else self._resumers
+        remote = self._transfers.copies.asks_shared(session.paused, self.namespace)
+        workers = self._askers if remote else self._resumers
+        future = workers.submit(
+            self._transfers.restore, key, session.token_ids, session.paused, self.namespace, deadline
         )
-        future = workers.submit(self._transfers.restore, key, session.paused, self.namespace, deadline)
         before, session.state = session.state, State.RESUMING
 
         def complete() -> Body:
@@ -289,11 +303,11 @@ class SessionService:
         Raises:
             SessionBusy: another job of the session runs; nothing was changed.
         """
-        self._refuse_if_busy(session)
+        self._jobs.refuse_if_busy(session)
         self._end_hold(session.digest)
         self._upkeep.wakes(session.digest)
         future = self._pausers.submit(
-            self._transfers.delete, session.digest, self.namespace, session.paused, drop
+            self._transfers.copies.delete, session.digest, self.namespace, session.paused, drop
         )
 
         def complete() -> Body:
@@ -308,108 +322,6 @@ class SessionService:
             }
 
         self._jobs.begin(Job(session.digest, future, complete, reply))
-
-    def move(self, session: Session, target: str, reply: Reply) -> None:
-        """Put a paused session into one tier, and nowhere else.
-
-        Raises:
-            SessionBusy: it is not paused, or another job of it runs.
-            KrulError: no such tier.
-        """
-        paused = self._paused_copy(session, "moved")
-        if target not in self.store.names:
-            raise KrulError(
-                f"there is no tier {target!r} here: expected one of {', '.join(self.store.names) or 'none'}"
-            )
-        start = self._clock()
-        future = self._pausers.submit(
-            self._transfers.move, session.digest, self.namespace, paused.tiers, target
-        )
-
-        def complete() -> Body:
-            copy = future.result()
-            if session.paused is paused:
-                session.paused = copy
-            return describe(session) | {"elapsed_ms": round(1000 * (self._clock() - start), 3)}
-
-        self._jobs.begin(Job(session.digest, future, complete, reply))
-
-    def export(self, session: Session, path: Path, reply: Reply) -> None:
-        """Write a paused session to a file.
-
-        Raises:
-            SessionBusy: it is not paused, or another job of it runs.
-        """
-        paused = self._paused_copy(session, "exported")
-        future = self._resumers.submit(self._transfers.export, session.digest, paused, self.namespace, path)
-
-        def complete() -> Body:
-            manifest = future.result()
-            return describe(session) | {"exported_tokens": manifest.stored_tokens}
-
-        self._jobs.begin(Job(session.digest, future, complete, reply))
-
-    def take_in(self, path: Path, reply: Reply) -> None:
-        """Store the session of an exported file; it is a paused session of this server then."""
-
-        def admit(manifest: Manifest) -> None:
-            """On the worker; it reads the registry only."""
-            known = self.registry.find(manifest.digest)
-            session = known or Session(manifest.digest, manifest.session_id, manifest.salted)
-            self._tenants.require_room(session, manifest.raw_bytes)
-
-        future = self._pausers.submit(self._transfers.take_in, path, self.namespace, admit)
-
-        def complete() -> Body:
-            manifest, tier = future.result()
-            session = self.registry.add(as_session(manifest, tier))
-            if session.state is State.PAUSED:
-                session.paused = PausedCopy.of(manifest, tier)
-            return describe(session)
-
-        self._jobs.begin(Job("", future, complete, reply))
-
-    # ---- what other servers did ----
-
-    def locate(self, key: SessionKey, then: Callable[[Session], None], reply: Reply) -> None:
-        """Go on with the session of `key`, which the shared tier may know if this server does not.
-
-        `then` runs now or in a later `poll`; a KrulError it raises is answered.
-
-        Raises:
-            UnknownSession: it is not known, and there is no shared tier to ask.
-        """
-        known = self.registry.find(key.digest)
-        if known is not None or self.store.shared is None:
-            then(known or self.registry.get(key))
-            return
-        future = self._askers.submit(self._transfers.find, key.digest, None, self.namespace)
-
-        def complete() -> Body | None:
-            manifest, tiers, why = future.result()
-            if manifest is None:
-                if why[0] == "missing":
-                    self.registry.get(key)  # raises what is to be said
-                raise UnknownSession(f"session {key.session_id!r} is not known here, and {why[1]}")
-            session = as_session(manifest, tiers[0].name)
-            session.key = key
-            then(self.registry.add(session))
-            return None
-
-        self._jobs.begin(Job("", future, complete, reply))
-
-    def refresh(self, reply: Reply, then: Callable[[], Body]) -> None:
-        """Look what other servers paused, then answer with `then()`; at once without a shared tier."""
-        future = self._upkeep.look_around()
-        if future is None:
-            reply(then())
-            return
-
-        def complete() -> Body:
-            self._upkeep.take_found()
-            return then()
-
-        self._jobs.begin(Job("", future, complete, reply))
 
     # ---- views ----
 
@@ -438,6 +350,7 @@ class SessionService:
         for digest in list(self._holds):
             self._end_hold(digest)
         self._upkeep.close()
+        self.exchange.close()
         self._pausers.close()
         self._resumers.close()
         self._askers.close()
@@ -446,7 +359,7 @@ class SessionService:
     def check(self) -> list[str]:
         """Problems found: empty when sound."""
         problems = self.registry.check() + self.memory.check() + self.store.check()
-        return problems + ([] if self.working else self._transfers.exclusive.check())
+        return problems + ([] if self.working else self._transfers.copies.exclusive.check())
 
     # ---- small things ----
 
@@ -466,23 +379,6 @@ class SessionService:
         else:
             session.state = State.STALE
 
-    def _refuse_if_busy(self, session: Session) -> None:
-        if self._jobs.busy(session.digest):
-            raise SessionBusy(
-                f"session {session.session_id!r} is busy right now ({session.state.value}): "
-                "try again when that is done"
-            )
-
-    def _paused_copy(self, session: Session, verb: str) -> PausedCopy:
-        """The stored copy of a session that rests in a tier."""
-        self._refuse_if_busy(session)
-        if session.state is not State.PAUSED or session.paused is None or session.rests_in_memory:
-            raise SessionBusy(
-                f"session {session.session_id!r} can't be {verb}: it is {session.state.value} and not stored "
-                "outside memory. Pause it first (with ssd or redis configured)."
-            )
-        return session.paused
-
     def _account(self, session: Session, report: RestoreReport, seconds: float) -> None:
         session.corrupt_chunks += report.corrupt_chunks
         self.counters.corrupt_chunks += report.corrupt_chunks
@@ -491,7 +387,7 @@ class SessionService:
             return  # a new chat: nobody expected to find it
         self.counters.resumes += 1
         self.counters.restored_tokens += report.tokens
-        if report.miss and not session.rests_in_memory:
+        if report.miss:
             self.counters.holes += 1
             self._metrics.miss(report.miss)
         elif report.tokens:

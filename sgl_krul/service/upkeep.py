@@ -23,6 +23,7 @@ from sgl_krul.pause.memory_only import MemoryPages
 from sgl_krul.pause.pipeline import Snapshot
 from sgl_krul.service.counters import Counters
 from sgl_krul.service.mover import Stopped
+from sgl_krul.service.moves import Moves
 from sgl_krul.service.transfers import Transfers, Written
 from sgl_krul.session.catalog import Catalog
 from sgl_krul.session.record import page_key
@@ -58,6 +59,7 @@ class Upkeep:
         namespace: str,
         registry: Registry,
         transfers: Transfers,
+        moves: Moves,
         counters: Counters,
         clock: Callable[[], float],
         now: Callable[[], float],
@@ -68,6 +70,8 @@ class Upkeep:
         self._memory = transfers.memory
         self._store = transfers.store
         self._transfers = transfers
+        self._copies = transfers.copies
+        self._moves = moves
         self._counters = counters
         self._clock = clock
         self._now = now
@@ -103,7 +107,7 @@ class Upkeep:
         self._queue.clear()
         if self._writing is not None:
             self._writing[1].set()
-        self._transfers.forget_seen()
+        self._copies.forget_seen()
 
     def look_around(self) -> Future[None] | None:
         """See what other servers paused into the shared tier up to now; `take_found` when it is done.
@@ -191,7 +195,7 @@ class Upkeep:
     def _look(self, namespace: str, known: dict[str, PausedCopy]) -> None:
         """On a worker."""
         try:
-            self._found.append(_Look(namespace, known, *self._transfers.discover(namespace)))
+            self._found.append(_Look(namespace, known, *self._copies.discover(namespace)))
         except StoreError as error:
             logger.warning("krul: the shared tier could not be listed: %s", error)
 
@@ -245,7 +249,7 @@ class Upkeep:
         session = self._as_planned(digest, paused)
         if session is None or paused is None:
             return None
-        future = self._worker.submit(self._transfers.expire, digest, self._namespace, paused)
+        future = self._worker.submit(self._copies.expire, digest, self._namespace, paused)
 
         def done() -> None:
             if self._succeeded(future, "expiry", digest) and future.result():
@@ -260,7 +264,7 @@ class Upkeep:
         if session is None:
             return None
         future = self._worker.submit(
-            self._transfers.move, demotion.key, self._namespace, (demotion.source,), demotion.target
+            self._moves.move, demotion.key, self._namespace, (demotion.source,), demotion.target
         )
 
         def done() -> None:

@@ -133,13 +133,13 @@ class Site:
     def move(self, session: Chat, target: str) -> Any:
         """The answer to a move."""
         answers: Answers = []
-        self.service.move(self.find(session), target, answers.append)
+        self.service.exchange.move(self.find(session), target, answers.append)
         return self.answer(answers)
 
     def look(self) -> None:
         """List the shared tier now."""
         answers: Answers = []
-        self.service.refresh(answers.append, dict)
+        self.service.exchange.refresh(answers.append, dict)
         self.answer(answers)
 
     def answer(self, answers: Answers, within_s: float = 30.0) -> Any:

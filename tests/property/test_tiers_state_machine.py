@@ -274,11 +274,11 @@ class TiersMachine(RuleBasedStateMachine):
         if session is None:
             return
         path = self.root / "travel.krul"
-        answer = server.ask(lambda reply: server.service.export(session, path, reply))
+        answer = server.ask(lambda reply: server.service.exchange.export(session, path, reply))
         if isinstance(answer, KrulError):
             return
         self.promised.pop(key, None)
-        answer = there.ask(lambda reply: there.service.take_in(path, reply))
+        answer = there.ask(lambda reply: there.service.exchange.take_in(path, reply))
         assert not str(answer).startswith("internal error"), answer
         self.seen["travelled"] += isinstance(answer, dict)
 

@@ -613,7 +613,11 @@ def test_without_a_disk_sessions_rest_in_memory(memory_only: Bench) -> None:
     assert (answer["state"], answer["tier"], answer["stored_tokens"]) == ("paused", "memory", 144)
     assert answer["chunks_written"] == 0
     answer = memory_only.resume(service)
-    assert answer["reason"] == "nothing is stored outside memory"
+    assert (answer["restored_tokens"], answer["reason"]) == (144, "")
+    memory_only.memory.delete(chat(150).page_keys[5])
+    answer = memory_only.resume(service)
+    assert (answer["restored_tokens"], answer["missing_chunks"]) == (80, 0)
+    assert answer["reason"] == "64 tokens have left memory, and are nowhere else"
     assert list(service.overview()["tiers"]) == ["memory"]
     service.change_namespace(OTHER_NAMESPACE)
     assert len(service.registry) == 0

@@ -156,10 +156,10 @@ def test_an_import_is_held_to_the_quota_too(world: World, tmp_path: Path) -> Non
     session = chat(150, "t/2")
     b.pause(session)
     path = tmp_path / "session.krul"
-    b.ask(lambda reply: b.service.export(b.service.registry.get(session.key), path, reply))
+    b.ask(lambda reply: b.service.exchange.export(b.service.registry.get(session.key), path, reply))
     assert a.pause(chat(150, "t/1"))["state"] == "paused"
     before = files(a.root)
-    answer = a.ask(lambda reply: a.service.take_in(path, reply))
+    answer = a.ask(lambda reply: a.service.exchange.take_in(path, reply))
     assert isinstance(answer, QuotaExceeded)
     assert files(a.root) == before
     assert a.session(session.key) is None

@@ -519,7 +519,7 @@ def test_a_pause_beside_a_look_is_not_taken_for_gone(world: World) -> None:
     listed, go = hold_look(a, SessionKey("other"))
     answers: list[Any] = []
     a.turn(chat(150))
-    a.service.refresh(answers.append, a.service.overview)
+    a.service.exchange.refresh(answers.append, a.service.overview)
     assert listed.wait(20)
     a.begin_pause(chat(150), answers.append)
     while not answers:
@@ -535,10 +535,12 @@ def test_a_forget_beside_a_look_is_not_undone(world: World) -> None:
     """The look had listed the session before it was deleted."""
     a, b = world.server("a", replicate="redis"), world.server("b", replicate="redis")
     a.pause(chat(150))
-    b.pause(chat(100, "other"))
-    listed, go = hold_look(a, SessionKey("other"))
+    names = (f"other-{number}" for number in range(100))
+    later = next(name for name in names if SessionKey(name).digest > KEY.digest)  # read after the first
+    b.pause(chat(100, later))
+    listed, go = hold_look(a, SessionKey(later))
     answers: list[Any] = []
-    a.service.refresh(answers.append, a.service.overview)
+    a.service.exchange.refresh(answers.append, a.service.overview)
     assert listed.wait(20)
     a.service.forget(a.service.registry.get(KEY), settle=lambda: 0, reply=answers.append)
     while not answers:
@@ -546,7 +548,7 @@ def test_a_forget_beside_a_look_is_not_undone(world: World) -> None:
     assert answers[0]["deleted"]
     go.set()
     a.drive()
-    assert [row["session_id"] for row in answers[-1]["sessions"]] == ["other"]
+    assert [row["session_id"] for row in answers[-1]["sessions"]] == [later]
     assert a.session() is None
 
 
@@ -702,12 +704,12 @@ def test_a_session_travels_in_a_file(world: World, tmp_path: Path) -> None:
     a, b = world.server("a"), world.server("b", shared=False)
     path = tmp_path / "chat.krul"
     a.turn(chat(150))
-    export = lambda reply: a.service.export(a.service.registry.get(KEY), path, reply)  # noqa: E731
+    export = lambda reply: a.service.exchange.export(a.service.registry.get(KEY), path, reply)  # noqa: E731
     assert isinstance(a.ask(export), SessionBusy)
     a.pause(chat(150))
     answer = a.ask(export)
     assert (answer["exported_tokens"], answer["session_id"]) == (144, "chat")
-    answer = b.ask(lambda reply: b.service.take_in(path, reply))
+    answer = b.ask(lambda reply: b.service.exchange.take_in(path, reply))
     assert (answer["state"], answer["tiers"], answer["stored_tokens"]) == ("paused", ["ssd"], 144)
     assert b.resume()["restored_tokens"] == 144
     b.restart()
@@ -719,19 +721,19 @@ def test_an_export_takes_each_chunk_from_where_it_is_sound(world: World, tmp_pat
     a.pause(chat(150))
     a.ssd.plan = Script({("read_segments", chunk_of(a.ssd, 1)): Kind.WRONG})
     path = tmp_path / "chat.krul"
-    answer = a.ask(lambda reply: a.service.export(a.service.registry.get(KEY), path, reply))
+    answer = a.ask(lambda reply: a.service.exchange.export(a.service.registry.get(KEY), path, reply))
     assert answer["exported_tokens"] == 144
 
 
 def test_imports_that_are_refused(world: World, tmp_path: Path) -> None:
     a = world.server("a")
     path = tmp_path / "chat.krul"
-    take = lambda server: server.ask(lambda reply: server.service.take_in(path, reply))  # noqa: E731
+    take = lambda server: server.ask(lambda reply: server.service.exchange.take_in(path, reply))  # noqa: E731
     assert isinstance(take(a), StoreUnavailable)  # no such file
     path.write_bytes(b"no archive")
     assert isinstance(take(a), BadArchive)
     a.pause(chat(150))
-    a.ask(lambda reply: a.service.export(a.service.registry.get(KEY), path, reply))
+    a.ask(lambda reply: a.service.exchange.export(a.service.registry.get(KEY), path, reply))
     other = world.server("b", namespace=OTHER_NAMESPACE)
     assert isinstance(take(other), BadArchive)
     bare = world.server("c", disk=False, shared=False)
@@ -743,11 +745,11 @@ def test_an_import_in_place_of_a_known_session(world: World, tmp_path: Path) -> 
     a = world.server("a")
     path = tmp_path / "chat.krul"
     a.pause(chat(250))
-    a.ask(lambda reply: a.service.export(a.service.registry.get(KEY), path, reply))
+    a.ask(lambda reply: a.service.exchange.export(a.service.registry.get(KEY), path, reply))
     world.time_s += 1
     a.pause(chat(100))
     world.time_s += 1
-    answer = a.ask(lambda reply: a.service.take_in(path, reply))
+    answer = a.ask(lambda reply: a.service.exchange.take_in(path, reply))
     assert (answer["tokens"], answer["stored_tokens"]) == (250, 240)
     answer = a.resume()
     assert (answer["restored_tokens"], answer["recompute_tokens"]) == (240, 10)
@@ -817,8 +819,8 @@ def test_no_tier_is_ever_called_from_the_calling_thread(world: World) -> None:
     new = chat(150, "new")
     a.turn(new)
     a.begin_pause(new, answers.append)
-    a.service.locate(unknown, lambda session: None, answers.append)
-    a.service.refresh(answers.append, a.service.overview)
+    a.service.exchange.locate(unknown, lambda session: None, answers.append)
+    a.service.exchange.refresh(answers.append, a.service.overview)
     for _ in range(20):
         world.time_s += 20.0  # upkeep falls due, holds end
         a.service.poll()
@@ -843,8 +845,8 @@ def test_the_other_verbs_do_not_call_tiers_either(world: World, tmp_path: Path) 
     for tier in (a.ssd, a.redis):
         tier.forget_calls()
     assert a.resume()["restored_tokens"] == 144
-    assert a.ask(lambda reply: a.service.export(a.service.registry.get(KEY), tmp_path / "x", reply))
-    assert a.ask(lambda reply: a.service.take_in(tmp_path / "x", reply))
+    assert a.ask(lambda reply: a.service.exchange.export(a.service.registry.get(KEY), tmp_path / "x", reply))
+    assert a.ask(lambda reply: a.service.exchange.take_in(tmp_path / "x", reply))
     assert a.move("redis")
     assert a.show()
     assert a.list()

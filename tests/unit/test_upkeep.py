@@ -385,11 +385,11 @@ def test_a_write_out_that_comes_late_writes_nothing(world: World, verb: str) -> 
     a = memory_server(world)
     a.pause(chat(150))
     overtaken = threading.Event()
-    hold = a.service._transfers.exclusive.hold  # noqa: SLF001 - the one place to stand in its way
+    hold = a.service._transfers.copies.exclusive.hold  # noqa: SLF001 - the one place to stand in its way
     with hold(KEY.digest):
         world.time_s += 101
         a.service.poll()
-        while not a.service._transfers.exclusive.wanted(KEY.digest):  # noqa: SLF001
+        while not a.service._transfers.copies.exclusive.wanted(KEY.digest):  # noqa: SLF001
             a.service.poll()
         if verb == "forget":
             answers: list[Any] = []

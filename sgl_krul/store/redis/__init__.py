@@ -1,4 +1,4 @@
-"""The Redis tier. Only `tier` imports redis-py: it opens connections and says in our words what went wrong."""
+"""The Redis tier. Only `tier` imports redis-py."""
 
 from __future__ import annotations
 
