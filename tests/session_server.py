@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, cast
 
 import uvicorn
@@ -26,6 +27,8 @@ class MemoryFront:
     sessions: dict[SessionKey, dict[str, Any]] = field(default_factory=dict)
     failure: Exception | None = None
     timeouts: list[float | None] = field(default_factory=list)
+    content: bytes = b""  # of every exported session
+    imported: bytes = b""
 
     def add(self, key: SessionKey) -> None:
         self.sessions[key] = {
@@ -72,6 +75,21 @@ class MemoryFront:
         del self.sessions[key]
         freed = {"bytes_freed": 7, "device_tokens_freed": 0}
         return {"session_id": key.session_id, "deleted": True} | freed
+
+    async def move(self, key: SessionKey, tier: str, timeout_s: float | None = None) -> dict[str, Any]:
+        paused = {"state": "paused", "tier": tier, "tiers": [tier], "stored_tokens": 96, "bytes_stored": 9}
+        return self._find(key) | paused
+
+    async def export(self, key: SessionKey, path: Path, timeout_s: float | None = None) -> dict[str, Any]:
+        session = self._find(key)
+        path.write_bytes(self.content)
+        return session
+
+    async def take_in(self, path: Path) -> dict[str, Any]:
+        self.imported = path.read_bytes()
+        if self.imported == b"bad":
+            raise AnswerError(400, "BadArchive", f"{path} is damaged: export the session again")
+        return self._find(SessionKey("chat")) | {"state": "paused"}
 
 
 def make_app(front: MemoryFront) -> FastAPI:

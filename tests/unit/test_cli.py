@@ -57,7 +57,7 @@ def run(*args: str, **environ: str) -> subprocess.CompletedProcess[str]:
         (["doctor"], ["--config", "--url", "--model"]),
         (["chat"], ["--url", "--max-tokens", "--new"]),
         (["demo"], ["kill the server"]),
-        (["sessions"], ["list", "show", "pause", "resume", "rm"]),
+        (["sessions"], ["list", "show", "pause", "resume", "move", "export", "import", "rm"]),
         (["sessions", "pause"], ["SESSION_ID", "--timeout-s", "--cache-salt", "--json"]),
     ],
 )

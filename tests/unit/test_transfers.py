@@ -534,6 +534,7 @@ def test_a_pause_beside_a_look_is_not_taken_for_gone(world: World) -> None:
 def test_a_forget_beside_a_look_is_not_undone(world: World) -> None:
     """The look had listed the session before it was deleted."""
     a, b = world.server("a", replicate="redis"), world.server("b", replicate="redis")
+    a.drive()  # its first look is over
     a.pause(chat(150))
     names = (f"other-{number}" for number in range(100))
     later = next(name for name in names if SessionKey(name).digest > KEY.digest)  # read after the first
