@@ -11,11 +11,13 @@ import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import BinaryIO
 
 from sgl_krul.config import cache_home
 
-__all__ = ["save_body", "workplace"]
+__all__ = ["read_pieces", "save_body", "workplace"]
 
+_PIECE_BYTES = 1 << 20
 _LEFT_OVER_S = 86400.0
 _FREE_FLOOR_BYTES = 256 << 20  # an upload has no length that could be trusted
 
@@ -39,6 +41,13 @@ def workplace() -> Iterator[Path]:
         yield place
     finally:
         shutil.rmtree(place, ignore_errors=True)
+
+
+async def read_pieces(file: BinaryIO) -> AsyncIterator[bytes]:
+    """The bytes of an open file, which is closed at the end. The event loop never waits for the disk."""
+    with file:
+        while piece := await asyncio.to_thread(file.read, _PIECE_BYTES):
+            yield piece
 
 
 async def save_body(

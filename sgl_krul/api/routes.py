@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Awaitable
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 from fastapi import APIRouter, Request
-from fastapi.responses import FileResponse, JSONResponse
+from fastapi.responses import JSONResponse, StreamingResponse
 from pydantic import BaseModel
-from starlette.background import BackgroundTask
 
-from sgl_krul.api.archives import save_body, workplace
+from sgl_krul.api.archives import read_pieces, save_body, workplace
 from sgl_krul.api.schemas import (
     DeleteResult,
     ErrorBody,
@@ -80,24 +79,23 @@ def _add_transfers(router: APIRouter, front: FrontEnd) -> None:
         """Put a paused session into one tier, and nowhere else."""
         return await _verb(session_id, body, lambda key: front.move(key, body.to, body.timeout_s), MoveResult)
 
-    @router.post("/{session_id:path}/export", response_class=FileResponse, responses=_ERRORS)
+    @router.post("/{session_id:path}/export", response_class=StreamingResponse, responses=_ERRORS)
     async def export(session_id: str, body: ExportRequest | None = None) -> Any:
         """A paused session as one file, checksummed. Import it where the same model is served."""
         body = body or ExportRequest()
-        with ExitStack() as kept:
-            try:
-                path = kept.enter_context(workplace()) / "session.krul"
-            except OSError as error:
-                return _no_place(error)
-            answer = await _verb(
-                session_id, body, lambda key: front.export(key, path, body.timeout_s), SessionInfo
-            )
-            if isinstance(answer, JSONResponse):
-                return answer
-            after = kept.pop_all()  # the file goes when it was sent
-        return FileResponse(
-            path, media_type="application/octet-stream", background=BackgroundTask(after.close)
-        )
+        try:
+            with workplace() as place:
+                path = place / "session.krul"
+                answer = await _verb(
+                    session_id, body, lambda key: front.export(key, path, body.timeout_s), SessionInfo
+                )
+                if isinstance(answer, JSONResponse):
+                    return answer
+                file = path.open("rb")  # which outlives its name: nothing stays, however the sending ends
+        except OSError as error:
+            return _no_place(error)
+        length = {"Content-Length": str(os.fstat(file.fileno()).st_size)}
+        return StreamingResponse(read_pieces(file), media_type="application/octet-stream", headers=length)
 
     @router.post("/import", response_model=SessionInfo, responses=_ERRORS)
     async def take_in(request: Request) -> Any:
