@@ -251,7 +251,7 @@ def make_service(
     """A service over the test's own tiers."""
     store = TieredStore(tier, shared, policy=rules or policy())
     config = config or make_config()
-    return SessionService(config, LAYOUT, namespace, memory, store, hash_pages, clock=clock, now=now)
+    return SessionService(config, LAYOUT, namespace, memory, store, hash_pages, b"key", clock=clock, now=now)
 
 
 def make_config(hold_deadline_s: float = 30.0) -> Config:

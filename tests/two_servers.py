@@ -145,6 +145,7 @@ class Server:
             self.memory,
             self.store,
             hash_pages,
+            b"key",
             metrics=self._metrics,
             clock=lambda: self.world.time_s,
             now=lambda: self.world.time_s,

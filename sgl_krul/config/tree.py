@@ -182,7 +182,7 @@ class ChunkConfig:
 @dataclass(frozen=True)
 class SessionConfig:
     """`idle_pause_s`: a chat idle for so long is paused; `ttl_s`: a paused one unused for so long is deleted;
-    0 is off for both.
+    0 is off for both. `archive_key` seals exported files: servers that exchange them have the same.
     """
 
     idle_pause_s: float = field(default=0.0, metadata=duration_leaf(at_least_s=0))
@@ -190,6 +190,9 @@ class SessionConfig:
     busy_timeout_s: float = field(default=30.0, metadata=duration_leaf(at_least_s=0))
     stale_ttl_s: float = field(default=30 * 86400.0, metadata=duration_leaf(at_least_s=1))
     ttl_s: float = field(default=0.0, metadata=duration_leaf(at_least_s=0))
+    archive_key: str | None = field(
+        default=None, repr=False, metadata=text_leaf("a secret text, or null", optional=True, secret=True)
+    )
 
 
 @dataclass(frozen=True)

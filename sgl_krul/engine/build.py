@@ -20,7 +20,7 @@ from sgl_krul.engine.pool import KvPages, read_layout
 from sgl_krul.errors import UnsupportedServer
 from sgl_krul.metrics import Metrics, MetricsSink, NoMetrics
 from sgl_krul.service import SessionService
-from sgl_krul.service.places import open_store
+from sgl_krul.service.places import open_store, read_archive_key
 from sgl_krul.store.memory import MemoryTier
 
 __all__ = ["build_cache"]
@@ -76,6 +76,7 @@ def build_cache(ctx: Any, config: Config) -> KrulCache:
         memory,
         open_store(config),
         cache.page_hashes,
+        read_archive_key(config, cache_home(os.environ)),
         _metrics(),
     )
     cache.krul_control = SessionControl(service, cache, linker, identity)

@@ -65,9 +65,10 @@ def export_session(
     sources: Sequence[Tier],
     path: Path,
     *,
+    key: bytes,
     stopped: Callable[[], bool] = lambda: False,
 ) -> ArchiveReport:
-    """Write the session of `manifest` to the file `path`.
+    """Write the session of `manifest` to the file `path`, sealed with `key`.
 
     Each chunk is taken from the first of `sources` that has it intact; where none has, the export ends. The
     file is made beside `path` (readable by its owner only), and takes its place when complete and synced. At
@@ -84,7 +85,7 @@ def export_session(
     if not sources:
         raise ValueError("sources: expected at least one tier; got none")
     with _naming(path), _replacing(path) as fd:
-        out = ArchiveWriter(fd)
+        out = ArchiveWriter(fd, key)
         out.frame(Kind.manifest, encode_manifest(manifest))
         count, cut = _export_chunks(manifest, sources, out, stopped)
         out.end(count)
@@ -178,6 +179,7 @@ def import_session(
     path: Path,
     target: Tier,
     *,
+    key: bytes,
     namespace: str,
     now: Callable[[], float],
     stopped: Callable[[], bool] = lambda: False,
@@ -192,7 +194,8 @@ def import_session(
     from a worker.
 
     Raises:
-        BadArchive: no export of a session, damaged, of another version, or not of `namespace`.
+        BadArchive: no export of a session, damaged, sealed with another key, of another version, or not of
+            `namespace`.
         StoreFull, StoreUnavailable, LeaseHeld, Stopped
         (In all these cases `target` is as before, except when it failed after it took the manifest.)
     """
@@ -201,7 +204,7 @@ def import_session(
         if stopped():
             raise Stopped(f"importing {path} was stopped: nothing changed in {target.name}, try again later")
 
-    with _reading(path) as reader:
+    with _reading(path, key) as reader:
         manifest = _verified(reader, namespace, go_on)
         admit(manifest)
         with hold(manifest.digest), Landing(target, namespace, manifest.digest) as landing:
@@ -210,8 +213,8 @@ def import_session(
 
             def put(ref: ChunkRef, header: bytes, segments: Sequence[memoryview]) -> None:
                 go_on()
-                key = chunk_key(namespace, manifest.digest, generation, len(chunks))
-                chunks.append(landing.put(msgspec.structs.replace(ref, key=key), header, segments))
+                name = chunk_key(namespace, manifest.digest, generation, len(chunks))
+                chunks.append(landing.put(msgspec.structs.replace(ref, key=name), header, segments))
 
             reader.rewind()
             _read_manifest(reader)
@@ -223,18 +226,18 @@ def import_session(
     return imported
 
 
-def read_archive_manifest(path: Path) -> Manifest:
+def read_archive_manifest(path: Path, key: bytes) -> Manifest:
     """The manifest of the session in the file `path`, naming the chunks that are in it. Reads the whole file.
 
     Raises:
         BadArchive, StoreUnavailable
     """
-    with _reading(path) as reader:
+    with _reading(path, key) as reader:
         return _verified(reader)
 
 
 @contextmanager
-def _reading(path: Path) -> Iterator[ArchiveReader]:
+def _reading(path: Path, key: bytes) -> Iterator[ArchiveReader]:
     """The open file. What is wrong with it leaves as BadArchive, an OSError as StoreUnavailable."""
     with _naming(path):
         fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)  # a pipe must not hold us up
@@ -242,10 +245,10 @@ def _reading(path: Path) -> Iterator[ArchiveReader]:
             status = os.fstat(fd)
             if not stat.S_ISREG(status.st_mode):
                 raise BadArchive(f"{path} is not a regular file: name one that `krul sessions export` wrote")
-            yield ArchiveReader(fd, str(path), status.st_size)
+            yield ArchiveReader(fd, str(path), status.st_size, key)
         except Corrupt as error:
             raise BadArchive(
-                f"{path} is damaged ({error}): copy it here again, or export the session anew"
+                f"{path} can't be trusted ({error}): copy it here again, or export the session anew"
             ) from error
         finally:
             os.close(fd)

@@ -6,7 +6,10 @@
     for each chunk, in order:
       frame   "CHNK", the chunk's header as tiers keep it
       ...     the body: its segments one after another (the header has their lengths and checksums)
-    frame     "END ", u64 count of chunks, 32 bytes SHA-256 of everything before this frame
+    frame     "END ", u64 count of chunks, 32 bytes HMAC-SHA-256 of everything before this frame: the seal
+
+The key of the seal is the servers' own: without it anybody who may import could give others' prompts a KV of
+his making, since exact pages are shared.
 
 A frame is 4 bytes kind, u64 length, u64 xxh3_64 of kind, length and payload, then the payload. Integers are
 little-endian. The manifest may name more chunks than follow: an export ends where the session is damaged.
@@ -14,7 +17,7 @@ little-endian. The manifest may name more chunks than follow: an export ends whe
 
 from __future__ import annotations
 
-import hashlib
+import hmac
 import struct
 from collections.abc import Sequence
 from enum import Enum
@@ -47,7 +50,7 @@ class Kind(bytes, Enum):
 
 
 class Frame(NamedTuple):
-    """A frame whose checksum is right. `digest` is the SHA-256 of everything before it."""
+    """A frame whose checksum is right. `digest` is the seal of everything before it."""
 
     kind: bytes
     payload: bytes
@@ -63,10 +66,10 @@ def _checksum(head: bytes, payload: bytes) -> int:
 class ArchiveWriter:
     """Writes the start of a file, then what it is given. Methods raise OSError."""
 
-    def __init__(self, fd: int) -> None:
+    def __init__(self, fd: int, key: bytes) -> None:
         self.written = 0
         self._fd = fd
-        self._sha = hashlib.sha256()
+        self._seal = hmac.new(key, digestmod="sha256")
         self.body([memoryview(_START.pack(MAGIC, VERSION))])
 
     def frame(self, kind: Kind, payload: bytes) -> None:
@@ -78,12 +81,12 @@ class ArchiveWriter:
         """Write flat byte views as they are."""
         write_all(self._fd, segments)
         for segment in segments:
-            self._sha.update(segment)
+            self._seal.update(segment)
             self.written += segment.nbytes
 
     def end(self, chunks: int) -> None:
         """Write the last frame."""
-        self.frame(Kind.end, _END.pack(chunks, self._sha.digest()))
+        self.frame(Kind.end, _END.pack(chunks, self._seal.digest()))
 
 
 class ArchiveReader:
@@ -92,8 +95,9 @@ class ArchiveReader:
     Methods raise Corrupt ("length" or "checksum") for whatever is not as it should be, and OSError.
     """
 
-    def __init__(self, fd: int, name: str, size: int) -> None:
+    def __init__(self, fd: int, name: str, size: int, key: bytes) -> None:
         self.name = name
+        self._key = key
         self._fd = fd
         self._size = size
         self.rewind()
@@ -101,7 +105,7 @@ class ArchiveReader:
     def rewind(self) -> None:
         """Begin again."""
         self._offset = 0
-        self._sha = hashlib.sha256()
+        self._seal = hmac.new(self._key, digestmod="sha256")
 
     def start(self) -> tuple[bytes, int]:
         """The first bytes, and the version, 0 when those are not the magic ones."""
@@ -110,7 +114,7 @@ class ArchiveReader:
 
     def frame(self) -> Frame:
         """The next frame, verified."""
-        digest, start = self._sha.digest(), self._offset
+        digest, start = self._seal.digest(), self._offset
         head = self._take(_FRAME.size)
         kind, length = _FRAME.unpack(head)
         (checksum,) = _CHECKSUM.unpack(self._take(_CHECKSUM.size))
@@ -138,8 +142,12 @@ class ArchiveReader:
         expected, digest = _END.unpack(frame.payload)
         if expected != chunks:
             raise Corrupt("length", f"{chunks} chunks, {expected} expected")
-        if digest != frame.digest:
-            raise Corrupt("checksum", f"SHA-256 is {frame.digest.hex()}, expected {digest.hex()}")
+        if not hmac.compare_digest(digest, frame.digest):
+            raise Corrupt(
+                "checksum",
+                "its seal does not fit: it was changed, or comes from a server with another "
+                "session.archive_key (set the same at both)",
+            )
         if self._offset != self._size:
             raise Corrupt("length", f"{self._size - self._offset} bytes after its end")
 
@@ -158,4 +166,4 @@ class ArchiveReader:
         read_at(self._fd, views, self._offset, self.name)
         for view in views:
             self._offset += view.nbytes
-            self._sha.update(view)
+            self._seal.update(view)

@@ -18,13 +18,17 @@ __all__ = ["Moves"]
 
 
 class Moves:
-    """`stop` ends what is under way, when the server goes down; `now` gives unix seconds."""
+    """`stop` ends what is under way, when the server goes down; `now` gives unix seconds; `archive_key` seals
+    exported files."""
 
-    def __init__(self, copies: StoredCopies, stop: Event, now: Callable[[], float]) -> None:
+    def __init__(
+        self, copies: StoredCopies, stop: Event, now: Callable[[], float], archive_key: bytes
+    ) -> None:
         self._copies = copies
         self._store = copies.store
         self._stop = stop
         self._now = now
+        self._archive_key = archive_key
 
     def move(self, digest: str, namespace: str, sources: Sequence[str], target: str) -> PausedCopy:
         """Copy a paused session to `target`, then delete it from `sources`. Stops when a verb wants it.
@@ -62,7 +66,9 @@ class Moves:
         if found.manifest is None:
             raise StoreUnavailable(f"session {digest[:12]} can't be exported: {found.why[1]}")
         sources = [*found.tiers, *self._store.others(found.tiers)]
-        return export_session(found.manifest, sources, path, stopped=self._stop.is_set).manifest
+        return export_session(
+            found.manifest, sources, path, key=self._archive_key, stopped=self._stop.is_set
+        ).manifest
 
     def take_in(self, path: Path, namespace: str, admit: Callable[[Manifest], None]) -> tuple[Manifest, str]:
         """Store the session of an exported file; returns its manifest and the tier that took it.
@@ -87,6 +93,7 @@ class Moves:
         manifest = import_session(
             path,
             tier,
+            key=self._archive_key,
             namespace=namespace,
             now=self._now,
             stopped=self._stop.is_set,

@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 import os
+import secrets
 import socket
+import tempfile
+from contextlib import suppress
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 from sgl_krul.config import Config
+from sgl_krul.errors import StoreUnavailable
 from sgl_krul.store.placement import Policy
 from sgl_krul.store.redis import RedisTier
 from sgl_krul.store.ssd import SsdTier
 from sgl_krul.store.tiered import TieredStore
 
-__all__ = ["open_redis", "open_ssd", "open_store", "policy_of"]
+__all__ = ["open_redis", "open_ssd", "open_store", "policy_of", "read_archive_key"]
+
+_KEY_BYTES = 32
 
 
 def open_store(config: Config) -> TieredStore:
@@ -38,6 +45,30 @@ def open_redis(config: Config) -> RedisTier | None:
         return None
     owner = f"{socket.gethostname()}:{os.getpid()}"
     return RedisTier.open(config.redis.url, owner=owner, **_keys(config.redis, "url"))
+
+
+def read_archive_key(config: Config, home: Path) -> bytes:
+    """What exported files are sealed with: session.archive_key, else a random one that is kept in `home`.
+
+    Raises:
+        StoreUnavailable: `home` can't be written or read.
+    """
+    if config.session.archive_key is not None:
+        return config.session.archive_key.encode()
+    path = home / "archive.key"
+    try:
+        home.mkdir(parents=True, exist_ok=True)
+        if not path.exists():
+            with tempfile.NamedTemporaryFile(dir=home) as file:  # for its owner only
+                file.write(secrets.token_bytes(_KEY_BYTES))
+                file.flush()
+                with suppress(FileExistsError):  # of two servers that start at once, one is the first
+                    os.link(file.name, path)
+        return path.read_bytes()
+    except OSError as error:
+        raise StoreUnavailable(
+            f"{path}: {error.strerror}: make it writable, or set session.archive_key"
+        ) from error
 
 
 def policy_of(config: Config) -> Policy:

@@ -58,6 +58,7 @@ class SessionService:
         memory: MemoryTier,
         store: TieredStore,
         hash_pages: HashPages,
+        archive_key: bytes,
         metrics: MetricsSink | None = None,
         clock: Callable[[], float] = time.monotonic,
         now: Callable[[], float] = time.time,
@@ -80,7 +81,7 @@ class SessionService:
         self._askers = Workers("resume-shared", _RESUMERS)  # apart: they wait for a network
         copies = StoredCopies(store)
         self._transfers = Transfers(config, layout, memory, copies, hash_pages, self._metrics, clock, now)
-        moves = Moves(copies, self._transfers.stop, now)
+        moves = Moves(copies, self._transfers.stop, now, archive_key)
         self._upkeep = Upkeep(
             config.placement, namespace, self.registry, self._transfers, moves, self.counters, clock, now
         )

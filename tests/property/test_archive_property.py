@@ -6,6 +6,7 @@ import hashlib
 import struct
 import tempfile
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -16,11 +17,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sgl_krul.errors import BadArchive
-from sgl_krul.service.archive import export_session, import_session, read_archive_manifest
+from sgl_krul.service import archive
 from sgl_krul.session.catalog import read_manifest
 from sgl_krul.session.record import Manifest, encode_manifest
 from sgl_krul.store.ssd import SsdTier
 from tests.sessions import LAYOUT, NAMESPACE, NOW, chat, files, open_ssd
+
+ARCHIVE_KEY = b"the servers' own"
+export_session = partial(archive.export_session, key=ARCHIVE_KEY)
+import_session = partial(archive.import_session, key=ARCHIVE_KEY)
+read_archive_manifest = partial(archive.read_archive_manifest, key=ARCHIVE_KEY)
 
 TOKENS = 100  # two chunks
 

@@ -12,6 +12,7 @@ import shutil
 import tempfile
 from array import array
 from collections import Counter
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +48,17 @@ turns = {
     "length": st.integers(1, 120),
     "where": st.floats(0, 1),
 }
+
+
+@lru_cache(maxsize=1024)
+def hashes_of(salt: str, tokens: bytes) -> tuple[str, ...]:
+    """Page hashes of a state: they are asked for in every step."""
+    return page_hashes(array("q", tokens), salt)
+
+
+def state_hashes(key: SessionKey, state: array[int]) -> tuple[str, ...]:
+    """Page hashes of a state of this session."""
+    return hashes_of(key.cache_salt or "", state.tobytes())
 
 
 class Killed(Exception):
@@ -127,7 +139,7 @@ class TiersMachine(RuleBasedStateMachine):
 
     def page_keys(self, server: Server, key: SessionKey, state: array[int]) -> list[str]:
         namespace = server.service.namespace
-        return [page_key(namespace, page_hash) for page_hash in page_hashes(state, key.cache_salt or "")]
+        return [page_key(namespace, page_hash) for page_hash in state_hashes(key, state)]
 
     # -- turns and verbs --
 
@@ -514,6 +526,7 @@ class TiersMachine(RuleBasedStateMachine):
         elif kind == "restart":
             self.restart(name)
         elif kind == "die":
+            self.turn(name, key, "append", 100, 0.0)
             self.dies_in_a_pause(name, key, level)
         elif kind == "weights":
             self.weights_change(name)
@@ -525,7 +538,7 @@ class TiersMachine(RuleBasedStateMachine):
             self.faults_end()
 
     @rule(
-        where=st.sampled_from(["a", "b", "shared", "forge"]),
+        where=st.sampled_from(["a", "b", "shared", "forge", "forge"]),
         kind=st.sampled_from(["lose", "flip", "flip", "swap", "swap", "cut"]),
         seed=seeds,
         source=keys,
@@ -540,6 +553,10 @@ class TiersMachine(RuleBasedStateMachine):
         if where in ("shared", "forge"):
             self.move(name, source, "redis")
         if where == "forge":
+            if source.cache_salt == victim.cache_salt and kind != "swap":
+                victim = KEYS[0] if source.cache_salt else KEYS[2]
+            for each in NAMES:
+                self.pause(each, victim, 1.0)
             self.forge(source, victim, verbatim=kind == "swap")
         else:
             self.damage(where, kind, seed)
@@ -553,7 +570,7 @@ class TiersMachine(RuleBasedStateMachine):
             page_hash
             for key, states in self.states.items()
             for state in states
-            for page_hash in page_hashes(state, key.cache_salt or "")
+            for page_hash in state_hashes(key, state)
         }
         for server in getattr(self, "servers", {}).values():
             assert wrong_pages(server.memory) == []
@@ -580,4 +597,4 @@ class TiersMachine(RuleBasedStateMachine):
 
 
 TestTiers = TiersMachine.TestCase
-TestTiers.settings = settings(max_examples=150, stateful_step_count=40)
+TestTiers.settings = settings(max_examples=100, stateful_step_count=40)

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-import hashlib
+import hmac
 import os
 import stat
 import struct
 import tracemalloc
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,7 @@ import pytest
 import xxhash
 
 from sgl_krul.codec.frame import decode_header, encode_header
+from sgl_krul.config import Config, SessionConfig
 from sgl_krul.errors import (
     BadArchive,
     Corrupt,
@@ -28,8 +31,9 @@ from sgl_krul.errors import (
     StoreUnavailable,
 )
 from sgl_krul.pause.pipeline import write_session
-from sgl_krul.service.archive import export_session, import_session, read_archive_manifest
+from sgl_krul.service import archive as service_archive
 from sgl_krul.service.mover import Stopped
+from sgl_krul.service.places import read_archive_key
 from sgl_krul.session.catalog import read_manifest
 from sgl_krul.session.record import Manifest, SessionKey, chunk_key, encode_manifest
 from sgl_krul.store.ssd import SsdTier
@@ -49,6 +53,11 @@ from tests.sessions import (
     tokens,
     true_kv,
 )
+
+ARCHIVE_KEY = b"the servers' own"
+export_session = partial(service_archive.export_session, key=ARCHIVE_KEY)
+import_session = partial(service_archive.import_session, key=ARCHIVE_KEY)
+read_archive_manifest = partial(service_archive.read_archive_manifest, key=ARCHIVE_KEY)
 
 LATER = NOW + 100
 
@@ -101,7 +110,7 @@ def frame(kind: bytes, payload: bytes) -> bytes:
 
 def seal(start: bytes, count: int) -> bytes:
     """A file that begins so, with its end."""
-    return start + frame(b"END ", struct.pack("<Q32s", count, hashlib.sha256(start).digest()))
+    return start + frame(b"END ", struct.pack("<Q32s", count, hmac.digest(ARCHIVE_KEY, start, "sha256")))
 
 
 def archive(tier: Tier, record: Manifest, manifest: bytes | None = None) -> bytes:
@@ -329,7 +338,7 @@ def refused(path: Path, tier: SsdTier, says: str) -> None:
         (b"", "begins with b'', an export of a session with b'KRULSESS'"),
         (b"KRUL", "begins with b'KRUL'"),
         (b"\x7fELF" + bytes(5000), "name a file that `krul sessions export` wrote"),
-        (b"KRULSESS", "is damaged (length: 4 bytes expected at byte 8, 0 are left)"),
+        (b"KRULSESS", "can't be trusted (length: 4 bytes expected at byte 8, 0 are left)"),
         (b"KRULSESS\x02\0\0\0" + bytes(100), "is an export of version 2, this server reads version 1"),
         (b"KRULSESS\x01\0\0\0", "12 bytes expected"),
         (b"KRULSESS\x01\0\0\0" + struct.pack("<4sQQ", b"MANI", 1 << 63, 0), "frame of 9223372036854775808"),
@@ -403,7 +412,7 @@ def test_frames_out_of_place(ssd: SsdTier, far: SsdTier, path: Path) -> None:
         path.write_bytes(seal(head + body, count))
         refused(path, far, says)
     path.write_bytes(head + one + two + seal(head, 2)[len(head) :])
-    refused(path, far, "checksum: SHA-256 is")
+    refused(path, far, "its seal does not fit")
     path.write_bytes(seal(head + one, 1))
     assert take(path, far).stored_tokens == 64
 
@@ -536,7 +545,7 @@ def test_a_file_that_changes_while_it_is_imported(ssd: SsdTier, far: SsdTier, pa
                 file.seek(-1000, os.SEEK_END)
                 file.write(b"!")
 
-    with pytest.raises(BadArchive, match="damaged"):
+    with pytest.raises(BadArchive, match="can't be trusted"):
         take(path, FaultyTier(far, change))
     assert files(far.root) == before
 
@@ -605,3 +614,30 @@ def test_killed_at_any_moment_the_target_has_the_old_session_or_the_new(
     assert outcomes == sorted(outcomes, key=["old", "new"].index)
     assert set(outcomes) == {"old", "new"}
     assert len(outcomes) > 15
+
+
+def test_a_file_of_another_key_is_refused(ssd: SsdTier, path: Path, tmp_path: Path) -> None:
+    """Who may import could otherwise bring KV of his making, and exact pages are shared with others."""
+    service_archive.export_session(chat(300).write(ssd).manifest, [ssd], path, key=b"somebody else's")
+    with open_ssd(tmp_path / "target") as target:
+        with pytest.raises(BadArchive, match=r"session\.archive_key \(set the same at both\)"):
+            import_session(path, target, namespace=NAMESPACE, now=lambda: LATER)
+        assert list(target.scan("")) == []
+
+
+def test_the_key_is_made_once_and_kept(tmp_path: Path) -> None:
+    home = tmp_path / "home"
+    with ThreadPoolExecutor(8) as pool:
+        keys = set(pool.map(lambda _: read_archive_key(Config(), home), range(32)))
+    assert len(keys) == 1
+    assert len(keys.pop()) == 32
+    assert (home / "archive.key").stat().st_mode & 0o777 == 0o600
+    assert [file.name for file in home.iterdir()] == ["archive.key"]
+    named = replace(Config(), session=replace(SessionConfig(), archive_key="ours"))
+    assert read_archive_key(named, home) == b"ours"
+
+
+def test_a_key_that_cannot_be_kept_is_told(tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(b"")
+    with pytest.raises(StoreUnavailable, match=r"archive\.key: .*set session\.archive_key"):
+        read_archive_key(Config(), tmp_path / "file")

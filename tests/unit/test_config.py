@@ -77,6 +77,7 @@ def test_defaults() -> None:
             "busy_timeout_s": 30.0,
             "stale_ttl_s": 30 * 86400.0,
             "ttl_s": 0.0,
+            "archive_key": None,
         },
         "restore": {"workers": 2, "max_layer_wait_s": 0.02},
         "pause": {"workers": 1},
@@ -323,7 +324,7 @@ REDIS_KEYS = (
         (
             {"session": {"lease_s": 1}},
             "session.lease_s: unknown key. Did you mean redis.lease_s? "
-            "Known here: idle_pause_s, hold_deadline_s, busy_timeout_s, stale_ttl_s, ttl_s.",
+            "Known here: idle_pause_s, hold_deadline_s, busy_timeout_s, stale_ttl_s, ttl_s, archive_key.",
         ),
         (
             {"memory": {None: 1}},
