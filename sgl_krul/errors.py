@@ -5,6 +5,7 @@
       UnsupportedServer                this SGLang, or one of its flags, cannot be served
       SessionError
         InvalidSessionId   400
+        UnknownTier        400
         UnknownSession     404
         SessionBusy        409
       BadArchive           400    a file that is no export of a session, or not one for this server
@@ -39,6 +40,7 @@ __all__ = [
     "StoreFull",
     "StoreUnavailable",
     "UnknownSession",
+    "UnknownTier",
     "UnsupportedServer",
 ]
 
@@ -65,6 +67,12 @@ class SessionError(KrulError):
 
 class InvalidSessionId(SessionError):
     """The session id is not one that may be used."""
+
+    status: ClassVar[int] = 400
+
+
+class UnknownTier(SessionError):
+    """This server has no tier of that name."""
 
     status: ClassVar[int] = 400
 

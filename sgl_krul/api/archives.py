@@ -9,7 +9,7 @@ import shutil
 import tempfile
 import time
 from collections.abc import AsyncIterator, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO
 
@@ -34,8 +34,9 @@ def workplace() -> Iterator[Path]:
     parent = cache_home(os.environ) / "transfers"
     parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     for left in parent.iterdir():  # by a server that was killed
-        if left.stat().st_mtime < time.time() - _LEFT_OVER_S:
-            shutil.rmtree(left, ignore_errors=True)
+        with suppress(FileNotFoundError):  # others make and remove theirs meanwhile
+            if left.stat().st_mtime < time.time() - _LEFT_OVER_S:
+                shutil.rmtree(left, ignore_errors=True)
     place = Path(tempfile.mkdtemp(dir=parent))
     try:
         yield place
@@ -56,6 +57,7 @@ async def save_body(
     """Write a request's body to a file. The event loop never waits for the disk.
 
     Raises:
+        starlette.requests.ClientDisconnect: whoever sends it goes away.
         OSError: it would leave less than `free_floor_bytes` of the disk free.
     """
     with path.open("wb") as file:

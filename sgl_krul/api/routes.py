@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from fastapi import APIRouter, Request
-from fastapi.responses import JSONResponse, StreamingResponse
+from fastapi.responses import JSONResponse, Response, StreamingResponse
 from pydantic import BaseModel
+from starlette.requests import ClientDisconnect
 
 from sgl_krul.api.archives import read_pieces, save_body, workplace
 from sgl_krul.api.schemas import (
@@ -105,6 +106,8 @@ def _add_transfers(router: APIRouter, front: FrontEnd) -> None:
                 path = place / "session.krul"
                 await save_body(request.stream(), path)
                 return await _answer(front.take_in(path), SessionInfo, file=path)
+        except ClientDisconnect:
+            return Response(status_code=400)  # nobody is there to read it
         except OSError as error:
             return _no_place(error)
 

@@ -120,11 +120,21 @@ class DeleteResult(BaseModel):
 
 
 class TierInfo(BaseModel):
-    """What a tier holds and may hold."""
+    """What a tier holds and may hold; of one that is out of reach, what it held when it was last seen."""
 
     bytes: int
     objects: int
     capacity_bytes: int
+    breaker: str | None = Field(
+        default=None,
+        description="closed: it answers; open or half-open: it does not (of a cluster: one node, at least); "
+        "null: it can't be out of reach.",
+    )
+
+    @property
+    def reachable(self) -> bool:
+        """False for a tier, or a node of it, that did not answer."""
+        return self.breaker in (None, "closed")
 
 
 class Overview(BaseModel):

@@ -92,13 +92,18 @@ def _times(outcome: Outcome) -> Table:
         table.add_row(
             way.name,
             f"{turn.first_token_s:.3f} s",
-            "1x" if turn is cold else f"{cold.first_token_s / turn.first_token_s:.1f}x faster",
+            "1x" if turn is cold else _compared(turn.first_token_s, cold.first_token_s),
             f"{turn.restored_tokens:,}",
             f"{turn.cached_tokens - turn.restored_tokens:,}",
             f"{turn.computed_tokens:,}",
             Text("yes" if same else "NO", style="green" if same else "bold red"),
         )
     return table
+
+
+def _compared(seconds: float, cold_s: float) -> str:
+    faster = seconds <= cold_s
+    return f"{cold_s / seconds:.1f}x faster" if faster else f"{seconds / cold_s:.1f}x slower"
 
 
 def _stored(outcome: Outcome) -> Table:

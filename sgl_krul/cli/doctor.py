@@ -6,22 +6,24 @@ import importlib.metadata
 import json
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from rich.console import Console
 
 from sgl_krul.api.client import KrulClient
+from sgl_krul.api.schemas import TierInfo
 from sgl_krul.cli.demo_model import DEMO_MODEL, problems
 from sgl_krul.cli.doctor_tiers import Finding, Level, check_tiers, usage_finding
 from sgl_krul.cli.serve import DEMO
-from sgl_krul.config import cache_home, client_settings, resolve_config
+from sgl_krul.config import cache_home, client_settings, format_size, resolve_config
 from sgl_krul.engine.compat import SGLANG_VERSION, require_version
 from sgl_krul.errors import KrulError
 
 __all__ = ["Finding", "Level", "run_doctor"]
 
 _ENTRY_POINTS = (("sglang.srt.plugins", "krul"), ("sglang.srt.platforms", "krul_cpu"))
+_SELFTEST = (sys.executable, "-W", "ignore", "-m", "sgl_krul.engine.selftest")
 _SELFTEST_DEADLINE_S = 180
 _REINSTALL = "run `pip install -e .` (or launch/setup.sh) in the Python that runs the server"
 
@@ -87,9 +89,9 @@ def _check_entry_points() -> Iterator[Finding]:
         yield Finding(Level.OK, "plugin", "SGLang finds it")
 
 
-def _check_hooks() -> Iterator[Finding]:
+def _check_hooks(command: Sequence[str] = _SELFTEST) -> Iterator[Finding]:
     """In a process of its own: hooks change the process they are applied in."""
-    command = [sys.executable, "-W", "ignore", "-m", "sgl_krul.engine.selftest"]
+    print("Importing SGLang to try the hooks: this takes up to a minute ...", file=sys.stderr, flush=True)
     try:
         done = subprocess.run(
             command, capture_output=True, text=True, timeout=_SELFTEST_DEADLINE_S, stdin=subprocess.DEVNULL
@@ -197,13 +199,26 @@ def _check_server(url: str, api_key: str | None) -> Iterator[Finding]:
     counted = ", ".join(f"{states.count(state)} {state}" for state in sorted(set(states))) or "none yet"
     yield Finding(Level.OK, "server", f"{url}, sessions: {counted}")
     for name, tier in overview.tiers.items():
-        finding = usage_finding(f"tier {name}", "", tier.bytes, tier.capacity_bytes)
-        # Memory drops what is oldest by itself.
-        yield finding._replace(level=Level.OK, advice="") if name == "memory" else finding
+        yield _tier_finding(name, tier)
     damaged = {name: count for name, count in overview.counters.items() if "corrupt" in name and count}
     if damaged:
         text = ", ".join(f"{name}: {count}" for name, count in damaged.items())
         yield Finding(Level.WARN, "stored data", text, "these were computed anew; check the disk")
+
+
+def _tier_finding(name: str, tier: TierInfo) -> Finding:
+    if not tier.reachable:
+        used = f"{format_size(tier.bytes)} of {format_size(tier.capacity_bytes)} used"
+        return Finding(
+            Level.WARN,
+            f"tier {name}",
+            f"the server can't reach it; {used} when it was last seen",
+            "start it, or see why with `krul doctor --config FILE` on the server's machine; until it is back, "
+            "what lies only there is computed anew",
+        )
+    finding = usage_finding(f"tier {name}", "", tier.bytes, tier.capacity_bytes)
+    # Memory drops what is oldest by itself.
+    return finding._replace(level=Level.OK, advice="") if name == "memory" else finding
 
 
 def _print(console: Console, finding: Finding) -> None:

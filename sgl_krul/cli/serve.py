@@ -18,6 +18,7 @@ from typing import NoReturn
 from sgl_krul.cli.demo_model import demo_model_path
 from sgl_krul.config import cache_home, resolve_config
 from sgl_krul.errors import ConfigError
+from sgl_krul.service.places import check_places
 from sgl_krul.store.root import RootDirectory
 
 __all__ = ["DEMO", "serve", "serve_arguments"]
@@ -34,6 +35,8 @@ _LINKER_CONFIG_FLAG = "--unified-cache-external-linker-config"
 _SWITCHES = ("--enable-cache-report",)
 
 _HELP = {"-h", "--help"}  # SGLang's; it may be asked for while a server runs
+
+_PATHS = ("/", "./", "../", "~")  # what else there is are names on the hub and URLs
 
 _LOCK_WAIT_S = 5.0  # as SsdTier: the server before may be just about to end
 
@@ -67,9 +70,9 @@ def serve_arguments(args: Sequence[str], *, demo_model: Callable[[], Path]) -> l
 def serve(args: Sequence[str], environ: Mapping[str, str]) -> NoReturn:
     """Become the server: this process is replaced, so signals and the exit status are the server's own.
 
-    Raises ConfigError as `serve_arguments`, and for a configuration that can't be used; StoreUnavailable for
-    a store directory that can't be, or that another server has; and what `demo_model_path` raises. Then
-    nothing was started.
+    Raises ConfigError as `serve_arguments`, for a configuration that can't be used, and for a model's path
+    that leads nowhere; StoreUnavailable for a store directory that can't be, or that another server has; and
+    what `demo_model_path` raises. Then nothing was started.
     """
     home = cache_home(environ)
     # Before the demo model is made, which takes a while.
@@ -89,10 +92,33 @@ def serve(args: Sequence[str], environ: Mapping[str, str]) -> NoReturn:
 
 def _check(args: Sequence[str], environ: Mapping[str, str]) -> None:
     """Refuse now what the server would refuse after its imports. It looks again, and its word counts."""
-    config = resolve_config(_value(args, _LINKER_CONFIG_FLAG), environ)
-    if config.ssd is not None and not _HELP.intersection(args):
+    linker_config = _value(args, _LINKER_CONFIG_FLAG)
+    config = resolve_config(linker_config, environ)
+    try:
+        check_places(config)
+    except ConfigError as error:
+        raise ConfigError(f"{_config_file(linker_config, environ)}: {error}") from error
+    if _HELP.intersection(args):
+        return
+    _check_model(_value(args, *_MODEL_FLAGS) or "")
+    if config.ssd is not None:
         # The server's own first steps; the lock is let go at once.
         RootDirectory(config.ssd.path, _LOCK_WAIT_S).close()
+
+
+def _config_file(linker_config: str | None, environ: Mapping[str, str]) -> str:
+    """The file that `resolve_config` has read, for a message: without one, no place could be wrong."""
+    return environ.get("KRUL_CONFIG") or json.loads(linker_config or "{}").get("config_file", "")
+
+
+def _check_model(model: str) -> None:
+    """SGLang would take a path that leads nowhere for a name on the hub."""
+    if model.startswith(_PATHS) and not Path(model).exists():
+        tilde = " (the shell did not replace the ~: write it out)" if model.startswith("~") else ""
+        raise ConfigError(
+            f"model {model}: there is no such file or folder{tilde}: name a folder with a model, a name on "
+            f"the hub (org/name), or {DEMO}"
+        )
 
 
 def _to_stderr(line: str) -> None:

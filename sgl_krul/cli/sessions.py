@@ -16,11 +16,11 @@ from rich.table import Table
 from rich.text import Text
 
 from sgl_krul.api.client import KrulClient
-from sgl_krul.api.schemas import Overview, PauseResult, ResumeResult, SessionInfo
+from sgl_krul.api.schemas import Overview, PauseResult, ResumeResult, SessionInfo, TierInfo
 from sgl_krul.config import client_settings, format_duration, format_size
 from sgl_krul.errors import KrulError
 
-__all__ = ["ApiKey", "Url", "overview_table", "pause_line", "resume_line", "sessions_app"]
+__all__ = ["ApiKey", "Url", "overview_table", "pause_line", "resume_line", "sessions_app", "tier_line"]
 
 Url = Annotated[
     str | None,
@@ -53,8 +53,7 @@ def list_sessions(url: Url = None, api_key: ApiKey = None, json: _Json = False) 
     else:
         console.print("No sessions yet: send a chat request with a session_id.")
     for name, tier in overview.tiers.items():
-        used, capacity = format_size(tier.bytes), format_size(tier.capacity_bytes)
-        console.print(f"{name}: {used} of {capacity} in {tier.objects} objects", highlight=False)
+        console.print(tier_line(name, tier), highlight=False)
 
 
 @sessions_app.command()
@@ -128,8 +127,11 @@ def export(
     api_key: ApiKey = None,
     cache_salt: _Salt = None,
     extra_key: _Extra = None,
+    force: Annotated[bool, typer.Option("--force", help="Replace a file that is there.")] = False,
 ) -> None:
     """Write a paused session to a file, to import it where the same model is served."""
+    if file.exists() and not force:
+        raise KrulError(f"{file} exists: name another file, or give --force to replace it")
     with _client(url, api_key) as client, _naming(file):
         size = client.export_session(session_id, file, cache_salt=cache_salt, extra_key=extra_key)
     print(f"{session_id!r} is in {file}: {format_size(size)}")
@@ -181,6 +183,12 @@ def overview_table(overview: Overview) -> Table:
             f"{age} ago",
         )
     return table
+
+
+def tier_line(name: str, tier: TierInfo) -> str:
+    """What a tier holds, in a line."""
+    used = f"{format_size(tier.bytes)} of {format_size(tier.capacity_bytes)} in {tier.objects} objects"
+    return f"{name}: {used}" if tier.reachable else f"{name}: out of reach; {used} when it was last seen"
 
 
 def pause_line(result: PauseResult) -> str:

@@ -44,6 +44,7 @@ __all__ = [
     "Segments",
     "Snapshot",
     "plan_chunks",
+    "still_there",
     "write_session",
 ]
 
@@ -196,7 +197,7 @@ def _write_chunks(
     """All chunks up to the first whose pages are gone; new ones are also entered in `written`."""
     chunks: list[ChunkRef] = []
     for plan in plans:
-        if plan.reuse is not None and _still_there(tier, plan.reuse, snapshot.namespace):
+        if plan.reuse is not None and still_there(tier, plan.reuse, snapshot.namespace):
             chunks.append(plan.reuse)
             continue
         with source.segments(plan.first_page, plan.pages) as segments:
@@ -208,7 +209,7 @@ def _write_chunks(
     return chunks
 
 
-def _still_there(tier: Tier, ref: ChunkRef, namespace: str) -> bool:
+def still_there(tier: Tier, ref: ChunkRef, namespace: str) -> bool:
     """A reused chunk must still be what the manifest calls it (segments are checked when they are read)."""
     try:
         data = tier.read_header(ref.key)

@@ -7,7 +7,7 @@ lease; reading is always allowed.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from sgl_krul.errors import Corrupt, StoreError, StoreUnavailable
@@ -19,12 +19,12 @@ from sgl_krul.session.catalog import (
     find_shared,
     read_manifest,
 )
-from sgl_krul.session.record import Manifest, session_prefix
+from sgl_krul.session.record import FORMAT_VERSION, Manifest, session_prefix
 from sgl_krul.session.registry import MEMORY, PausedCopy
 from sgl_krul.store.tier import CheckedTier
 from sgl_krul.store.tiered import TieredStore
 
-__all__ = ["Found", "StoredCopies"]
+__all__ = ["Found", "StoredCopies", "goes_on"]
 
 logger = logging.getLogger(__name__)
 
@@ -123,8 +123,12 @@ class StoredCopies:
 
     # ---- delete ----
 
-    def delete(self, digest: str, namespace: str, paused: PausedCopy | None, drop: Callable[[], None]) -> int:
+    def delete(
+        self, digest: str, namespace: str, may_lie_in: Collection[str], drop: Callable[[], None]
+    ) -> int:
         """Delete a session, then `drop()`; returns the bytes freed.
+
+        A shared tier that is out of reach matters only if it is among those the session `may_lie_in`.
 
         On the server's own disk also what no manifest names, and copies under other namespaces; in the shared
         tier those of this namespace only: others belong to servers of other models.
@@ -138,8 +142,7 @@ class StoredCopies:
                 try:
                     freed += self._delete_from(tier, digest, namespace)
                 except StoreUnavailable as error:
-                    expected = paused is None or tier.name in paused.tiers
-                    if expected or not self.store.is_shared(tier):
+                    if tier.name in may_lie_in or not self.store.is_shared(tier):
                         raise
                     logger.warning("krul: %s was not asked to delete %s: %s", tier.name, digest[:12], error)
             drop()
@@ -162,12 +165,14 @@ class StoredCopies:
         with self.store.leased(prefix, tier):
             return delete_session(tier, namespace, digest)[1]
 
-    def delete_quietly(self, tier: CheckedTier, namespace: str, digest: str, up_to: float) -> None:
-        """As `delete_older`; what can't be deleted now goes by its life time."""
+    def delete_quietly(self, tier: CheckedTier, namespace: str, digest: str, up_to: float) -> bool:
+        """As `delete_older`; what can't be deleted now goes by its life time. False if that is so."""
         try:
             self.delete_older(tier, namespace, digest, up_to)
+            return True
         except StoreError as error:  # what matters is committed; the old copy goes by its TTL
             logger.warning("krul: an older copy of %s stays in %s: %s", digest[:12], tier.name, error)
+            return False
 
     def delete_older(self, tier: CheckedTier, namespace: str, digest: str, up_to: float) -> bool:
         """Delete the tier's copy unless it was paused after `up_to`, by another server then; False if it was.
@@ -188,6 +193,23 @@ class StoredCopies:
             delete_session(tier, namespace, digest)
             return True
 
+    def drop_superseded(self, resting: Mapping[str, PausedCopy], namespace: str) -> int:
+        """Delete from the own disk the copies of `resting` sessions (by digest) that lie elsewhere now, and
+        newer: another server went on with them. Returns how many there were.
+        """
+        dropped = 0
+        for tier in self.store.tiers:
+            if self.store.is_shared(tier):
+                continue
+            for entry in tier.scan(f"v{FORMAT_VERSION}/{namespace}/"):
+                digest, _, name = entry.key.split("/", 2)[2].partition("/")
+                paused = resting.get(digest)
+                if name != "manifest" or paused is None or tier.name in paused.tiers:
+                    continue
+                with self.exclusive.hold(digest):
+                    dropped += self.delete_quietly(tier, namespace, digest, paused.paused_at)
+        return dropped
+
     def sweep(self, digest: str, namespace: str, paused: PausedCopy | None) -> None:
         """Without its manifest a session is only orphans; those of the shared tier end by themselves."""
         if paused is None:
@@ -196,6 +218,11 @@ class StoredCopies:
             for tier in self.store.choose(paused.tiers):
                 if not self.store.is_shared(tier):
                     self.delete_quietly(tier, namespace, digest, paused.paused_at)
+
+
+def goes_on(theirs: bytes, ours: bytes) -> bool:
+    """Whether the packed tokens of one state are those of another and more."""
+    return len(theirs) > len(ours) and theirs.startswith(ours)
 
 
 def _same(one: Manifest, other: Manifest) -> bool:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from sgl_krul.errors import KrulError, SessionBusy, UnknownSession
+from sgl_krul.errors import SessionBusy, UnknownSession, UnknownTier
 from sgl_krul.service.copies import StoredCopies
 from sgl_krul.service.jobs import Body, Job, Jobs, Reply
 from sgl_krul.service.moves import Moves
@@ -55,23 +55,30 @@ class Exchange:
 
         Raises:
             SessionBusy: it is not paused, or another job of it runs.
-            KrulError: no such tier.
+            UnknownTier
         """
         paused = self._paused_copy(session, "moved")
         if target not in self._store.names:
-            raise KrulError(
-                f"there is no tier {target!r} here: expected one of {', '.join(self._store.names) or 'none'}"
+            names = ", ".join(self._store.names) or "none"
+            raise UnknownTier(
+                f"there is no tier {target!r} here, expected one of {names}: configure it, or name another"
             )
         start = self._clock()
         future = self._workers.submit(
-            self._moves.move, session.digest, self._namespace(), paused.tiers, target
+            self._moves.move,
+            session.digest,
+            self._namespace(),
+            paused,
+            paused.tiers,
+            target,
+            give_way=False,
         )
 
         def complete() -> Body:
             copy = future.result()
-            if session.paused is paused:
-                session.paused = copy
-            return describe(session) | {"elapsed_ms": round(1000 * (self._clock() - start), 3)}
+            known = self._registry.add(session)  # a listing may have found it anew meanwhile
+            known.paused = copy
+            return describe(known) | {"elapsed_ms": round(1000 * (self._clock() - start), 3)}
 
         self._jobs.begin(Job(session.digest, future, complete, reply))
 
@@ -93,15 +100,20 @@ class Exchange:
     def take_in(self, path: Path, reply: Reply) -> None:
         """Store the session of an exported file; it is a paused session of this server then."""
 
-        def admit(manifest: Manifest) -> None:
-            """On the worker; it reads the registry only."""
+        claimed: list[Session] = []
+
+        def admit(manifest: Manifest, size_bytes: int) -> None:
+            """On the worker."""
             known = self._registry.find(manifest.digest)
             session = known or Session(manifest.digest, manifest.session_id, manifest.salted)
-            self._tenants.require_room(session, manifest.raw_bytes)
+            self._tenants.claim(session, size_bytes)
+            claimed.append(session)
 
         future = self._workers.submit(self._moves.take_in, path, self._namespace(), admit)
 
         def complete() -> Body:
+            for session in claimed:
+                self._tenants.settle(session)
             manifest, tier = future.result()
             session = self._registry.add(as_session(manifest, tier))
             if session.state is State.PAUSED:

@@ -7,12 +7,14 @@ from contextlib import contextmanager
 from pathlib import Path
 from threading import Event
 
-from sgl_krul.errors import StoreUnavailable
+from sgl_krul.errors import Missing, QuotaExceeded, StoreError, StoreFull, StoreUnavailable
+from sgl_krul.pause.pipeline import still_there
 from sgl_krul.service.archive import export_session, import_session
-from sgl_krul.service.copies import StoredCopies
+from sgl_krul.service.copies import Found, StoredCopies, goes_on
 from sgl_krul.service.mover import copy_session
 from sgl_krul.session.record import Manifest, session_prefix
 from sgl_krul.session.registry import PausedCopy
+from sgl_krul.store.tier import CheckedTier
 
 __all__ = ["Moves"]
 
@@ -30,8 +32,18 @@ class Moves:
         self._now = now
         self._archive_key = archive_key
 
-    def move(self, digest: str, namespace: str, sources: Sequence[str], target: str) -> PausedCopy:
-        """Copy a paused session to `target`, then delete it from `sources`. Stops when a verb wants it.
+    def move(
+        self,
+        digest: str,
+        namespace: str,
+        paused: PausedCopy,
+        sources: Sequence[str],
+        target: str,
+        *,
+        give_way: bool,
+    ) -> PausedCopy:
+        """Copy a paused session to `target`, then delete it from `sources`. With `give_way` it stops when
+        somebody else wants the session.
 
         Raises:
             Missing, Corrupt: nothing (whole) is left of it in `sources`.
@@ -41,23 +53,48 @@ class Moves:
         tiers = [tier for tier in self._store.choose(sources) if tier is not destination]
         with self._copies.exclusive.hold(digest):
             found = self._copies.find_in([*tiers, destination], digest, namespace)
-            manifest = found.manifest
-            if manifest is None:
-                raise StoreUnavailable(f"session {digest[:12]} can't be read: {found.why[1]}")
-            if destination not in found.tiers:
-                with self._store.leased(session_prefix(namespace, digest), destination):
-                    manifest = copy_session(
-                        manifest,
-                        found.tiers[0],
-                        destination,
-                        stopped=lambda: self._stop.is_set() or self._copies.exclusive.wanted(digest),
-                    ).manifest
+            if found.manifest is None or (found.unread and found.manifest.paused_at < paused.paused_at):
+                why = (
+                    found.why[1]
+                    or f"{' and '.join(found.unread)} can't be asked, and may have the newest copy"
+                )
+                raise StoreUnavailable(f"session {digest[:12]} can't be moved: {why}")
+            there = found.copies.get(destination.name)
+            if there is not None and goes_on(there.token_ids, found.manifest.token_ids):
+                manifest = there  # another server went on with it; its clock may be behind ours
+            elif destination in found.tiers and self._has_whole(destination, there):
+                manifest = found.copies[destination.name]
+            else:
+                manifest = self._copy(found, destination, namespace, give_way)
             for tier in tiers:
-                self._copies.delete_quietly(tier, namespace, digest, manifest.paused_at)
+                newest = max(manifest.paused_at, found.manifest.paused_at)
+                self._copies.delete_quietly(tier, namespace, digest, newest)
         return PausedCopy.of(manifest, target)
 
+    def _copy(self, found: Found, destination: CheckedTier, namespace: str, give_way: bool) -> Manifest:
+        """From the first tier that has the session whole; else from any but the destination itself."""
+        others = [tier for tier in found.tiers if tier is not destination]
+        if not others:
+            return found.copies[destination.name]
+        whole = (tier for tier in others if self._has_whole(tier, found.copies[tier.name]))
+        source = next(whole, others[0])
+        manifest = found.copies[source.name]
+
+        def stopped() -> bool:
+            return self._stop.is_set() or (give_way and self._copies.exclusive.wanted(manifest.digest))
+
+        with self._store.leased(session_prefix(namespace, manifest.digest), destination):
+            return copy_session(manifest, source, destination, stopped=stopped).manifest
+
+    @staticmethod
+    def _has_whole(tier: CheckedTier, manifest: Manifest | None) -> bool:
+        """Whether the chunks are there, by their headers."""
+        return manifest is not None and all(
+            still_there(tier, ref, manifest.namespace) for ref in manifest.chunks
+        )
+
     def export(self, digest: str, paused: PausedCopy, namespace: str, path: Path) -> Manifest:
-        """Write a paused session to a file.
+        """Write a paused session to a file, whole.
 
         Raises:
             StoreUnavailable, Missing, Corrupt: no file was left.
@@ -66,31 +103,52 @@ class Moves:
         if found.manifest is None:
             raise StoreUnavailable(f"session {digest[:12]} can't be exported: {found.why[1]}")
         sources = [*found.tiers, *self._store.others(found.tiers)]
-        return export_session(
+        report = export_session(
             found.manifest, sources, path, key=self._archive_key, stopped=self._stop.is_set
-        ).manifest
+        )
+        if report.cut:
+            path.unlink()
+            raise Missing(
+                f"only {report.manifest.stored_tokens} of {found.manifest.stored_tokens} stored tokens could "
+                f"be exported ({report.cut}): send the chat's next request and pause it again, then export"
+            )
+        return report.manifest
 
-    def take_in(self, path: Path, namespace: str, admit: Callable[[Manifest], None]) -> tuple[Manifest, str]:
+    def take_in(
+        self, path: Path, namespace: str, admit: Callable[[Manifest, int], None]
+    ) -> tuple[Manifest, str]:
         """Store the session of an exported file; returns its manifest and the tier that took it.
 
-        `admit(manifest)` may raise to refuse it, before anything is written.
+        `admit(manifest, bytes)` may raise to refuse it, before anything is written.
 
         Raises:
             BadArchive, StoreFull, StoreUnavailable, LeaseHeld: nothing changed.
         """
         if not self._store:
             raise StoreUnavailable("this server has no tier outside memory: configure ssd or redis to import")
-        tier = self._store.targets(path.stat().st_size if path.is_file() else 0, {})[0]
+        size = path.stat().st_size if path.is_file() else 0
+        targets = self._store.targets(size, {})
+        failed: StoreError | None = None
+        for tier in (*targets[:1], *self._store.others(targets[:1])):
+            try:
+                return self._take_in(path, tier, namespace, lambda manifest: admit(manifest, size)), tier.name
+            except QuotaExceeded:
+                raise
+            except (StoreFull, StoreUnavailable) as error:
+                failed = failed or error
+        assert failed is not None
+        raise failed
 
+    def _take_in(
+        self, path: Path, tier: CheckedTier, namespace: str, admit: Callable[[Manifest], None]
+    ) -> Manifest:
         @contextmanager
         def alone(digest: str) -> Iterator[None]:
-            with (
-                self._copies.exclusive.hold(digest),
-                self._store.leased(session_prefix(namespace, digest), tier),
-            ):
-                yield
+            with self._copies.exclusive.hold(digest):
+                with self._store.leased(session_prefix(namespace, digest), tier):
+                    yield
 
-        manifest = import_session(
+        return import_session(
             path,
             tier,
             key=self._archive_key,
@@ -100,4 +158,3 @@ class Moves:
             admit=admit,
             hold=alone,
         )
-        return manifest, tier.name

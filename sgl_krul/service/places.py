@@ -12,15 +12,27 @@ from pathlib import Path
 from typing import Any
 
 from sgl_krul.config import Config
-from sgl_krul.errors import StoreUnavailable
+from sgl_krul.errors import ConfigError, StoreUnavailable
 from sgl_krul.store.placement import Policy
 from sgl_krul.store.redis import RedisTier
+from sgl_krul.store.redis.address import parse_redis_url
 from sgl_krul.store.ssd import SsdTier
 from sgl_krul.store.tiered import TieredStore
 
-__all__ = ["open_redis", "open_ssd", "open_store", "policy_of", "read_archive_key"]
+__all__ = ["check_places", "open_redis", "open_ssd", "open_store", "policy_of", "read_archive_key"]
 
 _KEY_BYTES = 32
+
+
+def check_places(config: Config) -> None:
+    """Refuse settings of places that can't work. No server is asked and nothing is made: it takes no time.
+
+    Raises:
+        ConfigError: the message begins with the key, as in "redis.url: ...".
+    """
+    redis = open_redis(config)
+    if redis is not None:
+        redis.close()
 
 
 def open_store(config: Config) -> TieredStore:
@@ -40,11 +52,16 @@ def open_ssd(config: Config) -> SsdTier | None:
 
 
 def open_redis(config: Config) -> RedisTier | None:
-    """The Redis tier, if one is configured. Raises ConfigError."""
-    if config.redis is None:
+    """The Redis tier, if one is configured. Raises ConfigError that begins with the key."""
+    settings = config.redis
+    if settings is None:
         return None
+    try:
+        parse_redis_url(settings.url, username=settings.username, password=settings.password)
+    except ConfigError as error:
+        raise ConfigError(f"redis.url: {error}") from None
     owner = f"{socket.gethostname()}:{os.getpid()}"
-    return RedisTier.open(config.redis.url, owner=owner, **_keys(config.redis, "url"))
+    return RedisTier.open(settings.url, owner=owner, **_keys(settings, "url"))
 
 
 def read_archive_key(config: Config, home: Path) -> bytes:

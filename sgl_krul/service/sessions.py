@@ -36,6 +36,7 @@ from sgl_krul.store.workers import Workers
 
 __all__ = ["SessionService"]
 
+_SHARED_PAUSERS = 4
 _RESUMERS = 8  # each waits for the loaders, and for the store, most of the time
 
 
@@ -76,14 +77,25 @@ class SessionService:
         self._jobs = Jobs()
         self._holds: dict[str, _Hold] = {}
         self._tenants = Tenants(config.tenants, self.registry)
-        self._pausers = Workers("pause", config.pause.workers)
+        slow = (
+            _SHARED_PAUSERS if store.shared is not None else 1
+        )  # a pause to disk does not wait for a network
+        self._pausers = Workers("pause", max(config.pause.workers, slow))
         self._resumers = Workers("resume", _RESUMERS)
         self._askers = Workers("resume-shared", _RESUMERS)  # apart: they wait for a network
         copies = StoredCopies(store)
         self._transfers = Transfers(config, layout, memory, copies, hash_pages, self._metrics, clock, now)
         moves = Moves(copies, self._transfers.stop, now, archive_key)
         self._upkeep = Upkeep(
-            config.placement, namespace, self.registry, self._transfers, moves, self.counters, clock, now
+            config.placement,
+            namespace,
+            self.registry,
+            self._transfers,
+            moves,
+            self._jobs.busy,
+            self.counters,
+            clock,
+            now,
         )
         self.exchange = Exchange(
             self.registry,
@@ -202,6 +214,7 @@ class SessionService:
             error = future.exception()
             if error is None:
                 session.paused = future.result().copy
+                session.left_in = future.result().left_in
             self._rest(session, snapshot.namespace, paused=error is None)
             freed = settle(session.state is State.PAUSED)
             if error is not None:
@@ -254,6 +267,7 @@ class SessionService:
             if session.state is State.RESUMING:
                 session.state = before
             report = future.result()
+            session.last_used = self._now()
             self._account(session, report, self._clock() - start)
             self._learn(session, report)
             if hold:
@@ -308,7 +322,7 @@ class SessionService:
         self._end_hold(session.digest)
         self._upkeep.wakes(session.digest)
         future = self._pausers.submit(
-            self._transfers.copies.delete, session.digest, self.namespace, session.paused, drop
+            self._transfers.copies.delete, session.digest, self.namespace, session.may_lie_in, drop
         )
 
         def complete() -> Body:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from threading import Lock
+
 from sgl_krul.config import TenantsConfig
 from sgl_krul.session.registry import Registry, Session
 from sgl_krul.store.placement import TenantRule, TenantRules, check_quota
@@ -14,7 +16,9 @@ class Tenants:
 
     def __init__(self, config: TenantsConfig, registry: Registry) -> None:
         self._registry = registry
+        self._lock = Lock()
         self._claims: dict[str, int] = {}  # bytes that are being written, by session
+        self._claimants: dict[str, Session] = {}
         self._rules = TenantRules(
             config.separator,
             config.quota_bytes,
@@ -27,12 +31,15 @@ class Tenants:
         Raises:
             QuotaExceeded
         """
-        self.require_room(session, size_bytes)
-        self._claims[session.digest] = size_bytes
+        with self._lock:
+            self.require_room(session, size_bytes)
+            self._claims[session.digest] = size_bytes
+            self._claimants[session.digest] = session
 
     def settle(self, session: Session) -> None:
         """The writing is over: what is stored counts again."""
         self._claims.pop(session.digest, None)
+        self._claimants.pop(session.digest, None)
 
     def require_room(self, session: Session, size_bytes: int) -> None:
         """Let `session` be stored with `size_bytes`.
@@ -46,7 +53,9 @@ class Tenants:
             return
         used = sum(
             size
-            for other in self._registry
+            for other in {
+                other.digest: other for other in (*self._registry, *self._claimants.values())
+            }.values()
             if (size := self._stored(other)) and self._rules.tenant_of(other.session_id) == tenant
         )
         replaced = self._stored(session)

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from threading import Event
 
 from sgl_krul.config import Config
-from sgl_krul.errors import LeaseHeld, StoreError, StoreFull, StoreUnavailable
+from sgl_krul.errors import LeaseHeld, StoreError, StoreFull
 from sgl_krul.layout import KvLayout
 from sgl_krul.metrics import MetricsSink
 from sgl_krul.pause.memory_only import keep_in_memory
 from sgl_krul.pause.pipeline import PageSource, PauseReport, Snapshot, write_session
 from sgl_krul.restore.pipeline import Restorer, RestoreReport
-from sgl_krul.service.copies import StoredCopies
+from sgl_krul.service.copies import Found, StoredCopies, goes_on
 from sgl_krul.service.mover import Stopped
-from sgl_krul.session.record import SessionKey, manifest_key, page_key, session_prefix
+from sgl_krul.session.record import SessionKey, manifest_key, pack_tokens, page_key, session_prefix
 from sgl_krul.session.registry import MEMORY, PausedCopy
 from sgl_krul.store.memory import MemoryTier
 from sgl_krul.store.workers import Workers
@@ -24,17 +24,22 @@ from sgl_krul.store.workers import Workers
 __all__ = ["HashPages", "Transfers", "Written"]
 
 HashPages = Callable[[SessionKey, "array[int]"], tuple[str, ...]]
+_TICK_S = 1e-6
 _REMOTE_LOADERS = 8  # they wait for a network most of the time
 _REMOTE_AHEAD = 4
 
 
 @dataclass(frozen=True)
 class Written:
-    """What a pause left: the copy, what was done for it, and the tiers that failed, with why."""
+    """What a pause left: the copy, what was done for it, and the tiers that failed, with why.
+
+    `left_in`: tiers in which an older copy may still be.
+    """
 
     copy: PausedCopy
     report: PauseReport | None = None
     failed: Mapping[str, str] = field(default_factory=dict)
+    left_in: frozenset[str] = frozenset()
 
 
 class Transfers:
@@ -93,14 +98,16 @@ class Transfers:
         with self.copies.exclusive.hold(snapshot.digest):
             if unless():
                 raise Stopped(f"session {snapshot.session_id!r} went on meanwhile: nothing was written")
-            written = None
-            if to_memory or not self.store:
+            stored = self.copies.find_in(self.store.others(()), snapshot.digest, snapshot.namespace)
+            written = _newer(snapshot, stored, replaced, paused_at)
+            if written is None and (to_memory or not self.store):
                 written = self._keep(snapshot, source, optional=to_memory and bool(self.store))
             if written is None:
-                moment = self._now() if paused_at is None else paused_at
+                moment = _moment(self._now(), stored) if paused_at is None else paused_at
                 written = self._write_to_tiers(snapshot, source, replaced, moment)
-            self._drop_older(snapshot, replaced, written.copy)
-            return written
+            if written.copy.tiers == (MEMORY,):  # which may lose it: an older copy is better than none
+                return written
+            return replace(written, left_in=self._drop_older(snapshot, replaced, written.copy))
 
     def _keep(self, snapshot: Snapshot, source: PageSource, *, optional: bool) -> Written | None:
         """Pause to memory. If `optional`, None when memory hasn't room for the whole session."""
@@ -140,7 +147,7 @@ class Transfers:
                         now=lambda: moment,
                         generation=generation,
                     )
-            except (StoreFull, StoreUnavailable, LeaseHeld) as error:
+            except StoreError as error:
                 failed[tier.name] = error
                 self._metrics.put_failed(tier.name)
                 if isinstance(error, LeaseHeld):
@@ -158,8 +165,10 @@ class Transfers:
             self.store.passed_over(targets) | {name: str(error) for name, error in failed.items()},
         )
 
-    def _drop_older(self, snapshot: Snapshot, replaced: PausedCopy | None, written: PausedCopy) -> None:
-        """Delete what the new copy replaces and did not overwrite, in every tier within reach.
+    def _drop_older(
+        self, snapshot: Snapshot, replaced: PausedCopy | None, written: PausedCopy
+    ) -> frozenset[str]:
+        """Delete what the new copy replaces and did not overwrite; returns the tiers where that failed.
 
         Of other namespaces only what lies on the own disk: in the shared tier others may want it still.
         """
@@ -167,8 +176,16 @@ class Transfers:
             for tier in self.store.choose(replaced.tiers):
                 if not self.store.is_shared(tier):
                     self.copies.delete_quietly(tier, replaced.namespace, snapshot.digest, written.paused_at)
-        for tier in self.store.others(self.store.choose(written.tiers)):
-            self.copies.delete_quietly(tier, snapshot.namespace, snapshot.digest, written.paused_at)
+        left = {
+            tier.name
+            for tier in self.store.others(self.store.choose(written.tiers))
+            if not self.copies.delete_quietly(tier, snapshot.namespace, snapshot.digest, written.paused_at)
+        }
+        if replaced is not None:  # what can't be asked now
+            left |= {
+                tier.name for tier in self.store.choose(replaced.tiers) if not self.store.available(tier)
+            }
+        return frozenset(left - set(written.tiers))
 
     # ---- restore ----
 
@@ -184,10 +201,20 @@ class Transfers:
 
         `token_ids` are the session's as far as this server knows: one that rests in memory has no manifest.
         """
-        if paused is not None and paused.tiers == (MEMORY,):
-            return self._hold_in_memory(key, token_ids, paused, namespace)
+        if paused is None or paused.tiers != (MEMORY,):
+            found = self.copies.find(key.digest, paused, namespace)
+            return self._restore(key, found, paused, namespace, deadline)
+        report = self._hold_in_memory(key, token_ids, paused, namespace)
+        older = self.copies.find_in(self.store.others(()) if report.cut else (), key.digest, namespace)
+        if older.manifest is None or older.manifest.stored_tokens <= report.tokens:
+            return report
+        report.release()  # an earlier pause left more of it than memory kept
+        return self._restore(key, older, paused, namespace, deadline)
+
+    def _restore(
+        self, key: SessionKey, found: Found, paused: PausedCopy | None, namespace: str, deadline: float
+    ) -> RestoreReport:
         report = RestoreReport()
-        found = self.copies.find(key.digest, paused, namespace)
         manifest, tiers = found.manifest, found.tiers
         if manifest is None:
             report.end(*found.why)
@@ -243,6 +270,26 @@ class Transfers:
         self.stop.set()
         self._loaders.close()
         self._remote_loaders.close()
+
+
+def _newer(
+    snapshot: Snapshot, stored: Found, replaced: PausedCopy | None, paused_at: float | None
+) -> Written | None:
+    """What another server made of this session meanwhile, if that is the newer: it went on from these very
+    tokens, or paused later than the pause that is only now written out. None: nothing of the kind.
+    """
+    manifest = stored.manifest
+    if manifest is None or (replaced is not None and manifest.paused_at == replaced.paused_at):
+        return None
+    later = paused_at is not None and manifest.paused_at > paused_at
+    if later or goes_on(manifest.token_ids, pack_tokens(snapshot.token_ids)):
+        return Written(PausedCopy.of(manifest, *(tier.name for tier in stored.tiers)))
+    return None
+
+
+def _moment(now: float, stored: Found) -> float:
+    """Now, and after whatever a pause replaces: another server's clock may be ahead of ours."""
+    return max(now, *(manifest.paused_at + _TICK_S for manifest in stored.copies.values()), 0.0)
 
 
 def _worst(failed: Mapping[str, StoreError]) -> StoreError:

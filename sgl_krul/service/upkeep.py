@@ -60,6 +60,7 @@ class Upkeep:
         registry: Registry,
         transfers: Transfers,
         moves: Moves,
+        busy: Callable[[str], bool],
         counters: Counters,
         clock: Callable[[], float],
         now: Callable[[], float],
@@ -72,6 +73,7 @@ class Upkeep:
         self._transfers = transfers
         self._copies = transfers.copies
         self._moves = moves
+        self._busy = busy
         self._counters = counters
         self._clock = clock
         self._now = now
@@ -138,7 +140,9 @@ class Upkeep:
                 paused = session.paused
                 if paused is None or look.tier not in paused.tiers or session.state is not State.PAUSED:
                     continue
-                if session.digest not in look.present and look.known.get(session.digest) == paused:
+                if session.digest in look.present or self._busy(session.digest):
+                    continue
+                if look.known.get(session.digest) == paused:
                     self._gone(session, look.tier)  # else it was put there since
 
     @property
@@ -230,13 +234,17 @@ class Upkeep:
         parcels = [
             Parcel(session.digest, "", paused.stored_bytes, _last_used(session, paused), paused.tiers)
             for session in sessions
-            if (paused := session.paused) is not None
-            and session.state is State.PAUSED
-            and not session.rests_in_memory
+            if (paused := _resting(session)) is not None
         ]
         now = self._now()
+        self._copies.drop_superseded(
+            {session.digest: paused for session in sessions if (paused := _resting(session)) is not None},
+            self._namespace,
+        )
         demotions = select_demotions(parcels, self._store.places(), self._store.policy, now)
-        return select_expired(parcels, self._store.policy, now), demotions
+        # In the shared tier its own life time counts, which every server's reading renews.
+        own = [parcel for parcel in parcels if not self._store.in_shared(parcel.places)]
+        return select_expired(own, self._store.policy, now), demotions
 
     def _as_planned(self, digest: str, paused: PausedCopy | None) -> Session | None:
         """The session, if it still rests as it did when that was planned."""
@@ -261,10 +269,16 @@ class Upkeep:
 
     def _demote(self, demotion: Demotion, paused: PausedCopy | None) -> Task | None:
         session = self._as_planned(demotion.key, paused)
-        if session is None:
+        if session is None or paused is None or self._busy(demotion.key):
             return None
         future = self._worker.submit(
-            self._moves.move, demotion.key, self._namespace, (demotion.source,), demotion.target
+            self._moves.move,
+            demotion.key,
+            self._namespace,
+            paused,
+            (demotion.source,),
+            demotion.target,
+            give_way=True,
         )
 
         def done() -> None:
@@ -325,6 +339,11 @@ class Upkeep:
         else:
             logger.error("krul: %s of session %s failed", what, digest[:12], exc_info=error)
         return False
+
+
+def _resting(session: Session) -> PausedCopy | None:
+    """Its copy, if it rests outside memory."""
+    return session.paused if session.state is State.PAUSED and not session.rests_in_memory else None
 
 
 def _last_used(session: Session, paused: PausedCopy) -> float:

@@ -43,7 +43,9 @@ def overview(
     usage = {memory.name: memory.usage()} | store.usage()
     return {
         "sessions": [describe(session) for session in registry],
-        "tiers": {name: tier._asdict() for name, tier in usage.items()},
+        "tiers": {
+            name: tier._asdict() | {"breaker": store.breaker_state(name)} for name, tier in usage.items()
+        },
         "counters": asdict(counters),
         "namespace": namespace,
     }

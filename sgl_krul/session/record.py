@@ -35,6 +35,9 @@ FORMAT_VERSION = 1
 MANIFEST_VERSION = 1
 MAX_SESSION_ID_CHARACTERS = 256
 MAX_TOKENS = 1 << 27
+_MAX_GENERATION = 1 << 40
+_MAX_BYTES = 1 << 60
+_MAX_PAUSED_AT = 1e11  # seconds; the year 5138
 _CHUNK_NAME = re.compile(r"g[0-9]{8,}-c[0-9]{6,}")
 
 
@@ -218,7 +221,11 @@ def decode_manifest(data: bytes, *, namespace: str, digest: str) -> Manifest:
         raise Corrupt("length", f"manifest is malformed: {error}") from error
     if manifest.namespace != namespace or manifest.digest != digest:
         raise Corrupt("identity", f"manifest belongs to {manifest.namespace}/{manifest.digest}")
-    _check_consistent(manifest)
+    problem = _wrong_numbers(manifest) or _wrong_chunks(manifest) or _wrong_id(manifest.session_id)
+    if problem is not None:
+        raise Corrupt("length", f"manifest of session {digest[:12]} has {problem}")
+    if not manifest.salted and SessionKey(manifest.session_id).digest != digest:
+        raise Corrupt("identity", f"manifest of session {digest[:12]} names {manifest.session_id!r}")
     return manifest
 
 
@@ -238,26 +245,44 @@ def _hashes_agree(manifest: Manifest) -> bool:
     return True
 
 
-def _check_consistent(manifest: Manifest) -> None:
-    """Counts and names that must agree before any of them is used."""
-    pages = sum(chunk.pages for chunk in manifest.chunks)
-    prefix = session_prefix(manifest.namespace, manifest.digest)
-    problem = None
+def _wrong_numbers(manifest: Manifest) -> str | None:
+    """What is wrong with the numbers, before any of them is used."""
     if not 1 <= manifest.page_size <= 1 << 16:
-        problem = f"page size {manifest.page_size}"
-    elif not _are_tokens(manifest.token_ids):
-        problem = f"{len(manifest.token_ids)} bytes of token ids"
-    elif len(manifest.page_hashes) != 32 * (manifest.tokens // manifest.page_size):
-        problem = f"{len(manifest.page_hashes)} bytes of page hashes for {manifest.tokens} tokens"
-    elif any(c.pages < 1 or c.tokens != c.pages * manifest.page_size or c.bytes < 0 for c in manifest.chunks):
-        problem = "a chunk whose tokens and pages disagree"
-    elif pages * 32 > len(manifest.page_hashes):
-        problem = f"{pages} stored pages of {len(manifest.page_hashes) // 32}"
-    elif manifest.generation < 1:
-        problem = f"generation {manifest.generation}"
-    elif not all(_CHUNK_NAME.fullmatch(chunk.key.removeprefix(prefix)) for chunk in manifest.chunks):
-        problem = "a chunk under a key that is not one of the session's"
-    elif not _hashes_agree(manifest):
-        problem = "a chunk whose last page hash is not that of its last page"
-    if problem is not None:
-        raise Corrupt("length", f"manifest of session {manifest.digest[:12]} has {problem}")
+        return f"page size {manifest.page_size}"
+    if not _are_tokens(manifest.token_ids):
+        return f"{len(manifest.token_ids)} bytes of token ids"
+    if len(manifest.page_hashes) != 32 * (manifest.tokens // manifest.page_size):
+        return f"{len(manifest.page_hashes)} bytes of page hashes for {manifest.tokens} tokens"
+    if not 1 <= manifest.generation <= _MAX_GENERATION:
+        return f"generation {manifest.generation}"
+    if not 0 <= manifest.raw_bytes <= _MAX_BYTES or not 0 <= manifest.stored_bytes <= _MAX_BYTES:
+        return f"{manifest.raw_bytes} bytes stored as {manifest.stored_bytes}"
+    if not 0 <= manifest.paused_at <= _MAX_PAUSED_AT:  # nor NaN
+        return f"paused at {manifest.paused_at} s"
+    return None
+
+
+def _wrong_chunks(manifest: Manifest) -> str | None:
+    """What is wrong with the chunks, by themselves or together with the rest."""
+    chunks = manifest.chunks
+    prefix = session_prefix(manifest.namespace, manifest.digest)
+    pages = sum(chunk.pages for chunk in chunks)
+    if any(chunk.pages < 1 or chunk.tokens != chunk.pages * manifest.page_size for chunk in chunks):
+        return "a chunk whose tokens and pages disagree"
+    if not all(0 <= chunk.bytes <= _MAX_BYTES for chunk in chunks):
+        return "a chunk of so many bytes as there cannot be"
+    if pages * 32 > len(manifest.page_hashes):
+        return f"{pages} stored pages of {len(manifest.page_hashes) // 32}"
+    if not all(_CHUNK_NAME.fullmatch(chunk.key.removeprefix(prefix)) for chunk in chunks):
+        return "a chunk under a key that is not one of the session's"
+    if not _hashes_agree(manifest):
+        return "a chunk whose last page hash is not that of its last page"
+    return None
+
+
+def _wrong_id(session_id: str) -> str | None:
+    try:
+        validate_session_id(session_id)
+    except InvalidSessionId:
+        return f"the session_id {session_id[:32]!r}, which none may have"
+    return None

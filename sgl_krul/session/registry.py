@@ -105,6 +105,7 @@ class Session:
     paused: PausedCopy | None = None
     last_used: float = 0.0
     corrupt_chunks: int = 0
+    left_in: frozenset[str] = frozenset()  # tiers that could not be asked to delete an older copy
     in_memory: bool = False  # resumed to memory, and nothing has run since
 
     def advance(self, token_ids: array[int], end_hash: str | None, now: float) -> None:
@@ -116,6 +117,11 @@ class Session:
         self.state = State.ACTIVE
         self.in_memory = False
         self.last_used = now
+
+    @property
+    def may_lie_in(self) -> frozenset[str]:
+        """Tiers that may have a copy of it."""
+        return self.left_in if self.paused is None else self.left_in | set(self.paused.tiers)
 
     @property
     def rests_in_memory(self) -> bool:
@@ -164,7 +170,7 @@ class Registry:
         """
         session = self._sessions.get(key.digest)
         if session is None:
-            hint = "list the known ones with GET /v1/sessions"
+            hint = "list the known ones with GET /v1/sessions or `krul sessions list`"
             if any(s.session_id == key.session_id for s in self._sessions.values()):
                 hint = "the id exists with another cache_salt or extra_key: pass the ones the chat uses"
             raise UnknownSession(f"no session {key.session_id!r} is known here: {hint}")

@@ -52,6 +52,10 @@ class TieredStore:
         """True for a tier that other servers write too."""
         return tier is self.shared
 
+    def in_shared(self, names: Iterable[str]) -> bool:
+        """Whether the shared tier is among the named."""
+        return self.shared is not None and self.shared.name in names
+
     def available(self, tier: CheckedTier) -> bool:
         """False for a shared tier known to be out of reach. Never waits."""
         return self.shared is None or tier is not self.shared or self.shared.available

@@ -147,6 +147,7 @@ class TiersMachine(RuleBasedStateMachine):
     def turn(self, name: str, key: SessionKey, kind: str, length: int, where: float) -> None:
         """A request: it is held if the session is not active here, runs, and is observed."""
         server = self.servers[name]
+        self.world.time_s += 0.001  # no two pauses of a session are at the same moment
         if self.state_of(server, key) is not State.ACTIVE:
             self.check_restored(server, key, server.hold(key))
         self.serial += 1

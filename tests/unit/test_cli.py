@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import io
+import json
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from rich.console import Console
@@ -15,11 +19,13 @@ from typer.testing import CliRunner
 from sgl_krul.api.schemas import PauseResult, ResumeResult
 from sgl_krul.cli import app, main
 from sgl_krul.cli.demo_report import Outcome, Way, krul_command, print_report
-from sgl_krul.cli.doctor import Finding, Level, _check_config, _check_model, _check_server
+from sgl_krul.cli.doctor import Finding, Level, _check_config, _check_hooks, _check_model, _check_server
 from sgl_krul.cli.progress import Steps
 from sgl_krul.cli.sessions import pause_line, resume_line
 from sgl_krul.cli.turns import Turn
 from sgl_krul.config import client_settings
+from sgl_krul.session.record import SessionKey
+from tests.session_server import KEY, MemoryFront, make_app, serve
 
 SESSION = {
     "session_id": "trip",
@@ -200,6 +206,91 @@ def test_doctor_on_a_server_that_is_not_there() -> None:
     assert "krul serve" in finding.text
 
 
+class FrontWithRedis(MemoryFront):
+    """One with a tier that can be out of reach."""
+
+    breaker = "closed"
+
+    async def overview(self) -> dict[str, Any]:
+        """See MemoryFront."""
+        answer = await super().overview()
+        answer["tiers"]["redis"] = {
+            "bytes": 1_468_006,
+            "objects": 2,
+            "capacity_bytes": 64 << 30,
+            "breaker": self.breaker,
+        }
+        return answer
+
+
+@pytest.fixture(scope="module")
+def front() -> FrontWithRedis:
+    front = FrontWithRedis()
+    front.add(SessionKey("trip"))
+    front.content = b"exported"
+    return front
+
+
+@pytest.fixture(scope="module")
+def url(front: FrontWithRedis) -> Iterator[str]:
+    yield from serve(make_app(front))
+
+
+def sessions(url: str, *args: str) -> int:
+    with pytest.raises(SystemExit) as end:
+        main(["sessions", *args, "--url", url, "--api-key", KEY])
+    return int(end.value.code or 0)
+
+
+@pytest.mark.parametrize("breaker", ["open", "half-open"])
+def test_a_tier_out_of_reach_is_told(
+    front: FrontWithRedis, url: str, breaker: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    front.breaker = breaker
+    assert sessions(url, "list") == 0
+    memory, redis = capsys.readouterr().out.splitlines()[-2:]
+    assert memory == "memory: 1B of 10B in 1 objects"
+    assert redis == "redis: out of reach; 1.4MiB of 64GiB in 2 objects when it was last seen"
+    finding = named(list(_check_server(url, KEY)), "tier redis")
+    assert finding.level is Level.WARN
+    assert finding.text == "the server can't reach it; 1.4MiB of 64GiB used when it was last seen"
+    assert "krul doctor --config FILE" in finding.advice
+
+
+def test_a_tier_that_answers(front: FrontWithRedis, url: str, capsys: pytest.CaptureFixture[str]) -> None:
+    front.breaker = "closed"
+    assert sessions(url, "list") == 0
+    assert capsys.readouterr().out.splitlines()[-1] == "redis: 1.4MiB of 64GiB in 2 objects"
+    assert named(list(_check_server(url, KEY)), "tier redis") == Finding(
+        Level.OK, "tier redis", "1.4MiB of 64GiB used"
+    )
+
+
+def test_an_export_replaces_nothing_unasked(
+    url: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "trip.krul"
+    file.write_bytes(b"older")
+    assert sessions(url, "export", "trip", str(file)) == 1
+    message = f"krul: {file} exists: name another file, or give --force to replace it\n"
+    assert capsys.readouterr().err == message
+    assert file.read_bytes() == b"older"
+    assert sessions(url, "export", "trip", str(file), "--force") == 0
+    assert file.read_bytes() == b"exported"
+
+
+def test_doctor_says_first_that_the_hooks_take_a_while(capsys: pytest.CaptureFixture[str]) -> None:
+    found = {"hooks": 7, "accelerator": False, "platform": "KrulCpuPlatform"}
+    findings = list(_check_hooks([sys.executable, "-c", f"print({json.dumps(found)!r})"]))
+    assert [(finding.level, finding.name) for finding in findings] == [
+        (Level.OK, "hooks"),
+        (Level.OK, "device"),
+    ]
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err == "Importing SGLang to try the hooks: this takes up to a minute ...\n"
+
+
 def test_lines_of_the_session_commands() -> None:
     pause = PauseResult.model_validate(SESSION | {"device_tokens_freed": 96, "elapsed_ms": 3.2})
     assert pause_line(pause) == (
@@ -246,6 +337,17 @@ def test_report_of_the_demo(
     shown = capsys.readouterr().out
     assert [word for word in [*words, "/store", "96 of 100"] if word not in shown] == []
     assert (".venv/bin/krul sessions list    what is stored" in shown) is (status == 0)
+
+
+def test_the_report_says_slower_where_it_was(capsys: pytest.CaptureFixture[str]) -> None:
+    cold = turn("A", "B")
+    slow, fast = replace(cold, first_token_s=1.0), replace(cold, first_token_s=0.25)
+    ways = (Way("cold", cold), Way("never paused", fast), Way("from memory", slow))
+    outcome = Outcome(ways, PauseResult.model_validate(SESSION), 100, Path("/store"), "What?")
+    print_report(Console(force_terminal=False), outcome, "krul")
+    rows = {line[:12].strip(): line for line in capsys.readouterr().out.splitlines()}
+    assert " 2.0x faster " in rows["never paused"]
+    assert " 2.0x slower " in rows["from memory"]
 
 
 def test_the_command_that_works_here(tmp_path: Path) -> None:

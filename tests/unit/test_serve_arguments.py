@@ -14,6 +14,7 @@ import pytest
 from sgl_krul.cli.serve import serve_arguments
 from sgl_krul.errors import ConfigError
 from sgl_krul.store.root import RootDirectory
+from tests.redis_servers import free_port
 
 MODEL = ["--model-path", "/models/m"]
 OURS = ["--radix-cache-backend", "krul", "--enable-cache-report"]
@@ -178,6 +179,51 @@ def test_a_configuration_that_cannot_be_used_is_told_at_once(
         assert str(file) in message
         assert words in message
     assert not (tmp_path / "cache").exists()
+
+
+@pytest.mark.parametrize(
+    ("redis", "words"),
+    [
+        ("{url: 'reddis://h:6379'}", "redis.url: Redis URL reddis://h:6379: 'reddis' is not known"),
+        ("{url: 'h:6379'}", "redis.url: this is no Redis URL"),
+        ("{url: 'redis://:s3cret@h:63x9'}", "redis.url: Redis URL redis://***@h:63x9: host"),
+        (
+            "{url: 'redis://h', tls_ca_file: /none.pem}",
+            "redis.tls_ca_file /none.pem: the URL is not one of TLS",
+        ),
+    ],
+)
+def test_a_redis_that_cannot_be_one_is_told_at_once(
+    fake_server: Path, tmp_path: Path, redis: str, words: str
+) -> None:
+    file = tmp_path / "krul.yaml"
+    file.write_text(f"redis: {redis}")
+    status, message = refused(fake_server, "demo", "--config", file)
+    assert status == 2
+    assert message.startswith(f"krul: {file}: {words}")
+    assert "s3cret" not in message
+    assert not (tmp_path / "cache").exists()
+
+
+def test_a_redis_that_is_down_is_no_error(fake_server: Path, tmp_path: Path) -> None:
+    file = tmp_path / "krul.yaml"
+    file.write_text(
+        f"ssd: null\nplacement: {{replicate: redis}}\nredis: {{url: 'redis://127.0.0.1:{free_port()}'}}"
+    )
+    fake_server.write_text("print('the server started')\n")
+    process = start(fake_server, "org/model", "--config", file)
+    assert process.communicate(timeout=60) == ("the server started\n", "")
+
+
+@pytest.mark.parametrize("model", ["/no/such/dir", "./no-such", "../no-such", "~/no-such"])
+def test_a_model_that_is_not_there(fake_server: Path, model: str) -> None:
+    for given in ([model], [f"--model-path={model}"]):
+        status, message = refused(fake_server, *given)
+        assert status == 2
+        assert message.startswith(f"krul: model {model}: there is no such file or folder")
+        assert ("~: write it out" in message) is model.startswith("~")
+    asking = start(fake_server, model, "--help")
+    assert asking.communicate(timeout=60) == ("the server started\n", "")
 
 
 def test_a_configuration_that_is_not_there(fake_server: Path, tmp_path: Path) -> None:

@@ -9,6 +9,10 @@ import pytest
 
 from sgl_krul.config import Replicate
 from sgl_krul.errors import LeaseHeld
+from sgl_krul.service.counters import Counters
+from sgl_krul.service.views import overview
+from sgl_krul.session.registry import Registry
+from sgl_krul.store.memory import MemoryTier
 from sgl_krul.store.ssd import SsdTier
 from sgl_krul.store.tiered import TieredStore
 from tests.faults import Backing, FakeSharedTier
@@ -86,6 +90,14 @@ def test_a_tier_known_to_be_down_is_nobodys_target(disk: SsdTier, shared: FakeSh
     store.refresh()
     store.touch(["a/b"])
     assert TieredStore(None, shared, policy=policy("redis")).targets(10, {}) == [shared]
+
+
+def test_the_overview_tells_of_a_tier_that_is_down(disk: SsdTier, shared: FakeSharedTier) -> None:
+    store, memory = TieredStore(disk, shared, policy=policy()), MemoryTier(2, 64, 1024)
+    shared.known_down = True
+    tiers = overview(Registry(), memory, store, Counters(), "n")["tiers"]
+    breakers = {name: tier["breaker"] for name, tier in tiers.items()}
+    assert breakers == {"memory": None, "ssd": None, "redis": "open"}
 
 
 def test_a_tier_that_goes_down_unnoticed_is_left_as_it_was(shared: FakeSharedTier) -> None:

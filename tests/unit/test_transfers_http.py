@@ -6,7 +6,9 @@ import asyncio
 import errno
 import os
 from collections.abc import AsyncIterator, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -14,7 +16,8 @@ import pytest
 from sgl_krul.api.archives import save_body, workplace
 from sgl_krul.api.client import KrulClient
 from sgl_krul.cli import main
-from sgl_krul.errors import BadArchive, KrulError, SessionBusy, UnknownSession
+from sgl_krul.engine.frontend import AnswerError
+from sgl_krul.errors import BadArchive, Corrupt, KrulError, Missing, SessionBusy, UnknownSession, UnknownTier
 from sgl_krul.session.record import SessionKey
 from tests.session_server import KEY, MemoryFront, make_app, serve
 
@@ -83,9 +86,35 @@ def test_an_import_that_is_refused_does_not_name_the_servers_path(
 
 def test_move(krul: KrulClient, front: MemoryFront) -> None:
     assert krul.move("chat", "redis").tiers == ["redis"]
-    front.failure = KrulError("there is no tier 'tape' here: expected one of ssd, redis")
-    with pytest.raises(KrulError, match="no tier 'tape'"):
+    front.failure = UnknownTier("there is no tier 'tape' here: expected one of ssd, redis")
+    with pytest.raises(UnknownTier, match="no tier 'tape'"):
         krul.move("chat", "tape")
+
+
+@pytest.mark.parametrize(
+    ("failure", "status", "kind"),
+    [
+        (UnknownTier("there is no tier 'tape' here"), 400, "UnknownTier"),
+        (AnswerError(400, "UnknownTier", "there is no tier 'tape' here"), 400, "UnknownTier"),
+        (SessionBusy("session 'chat' is active"), 409, "SessionBusy"),
+        (Missing("chunk 3 of session 'chat' has gone"), 500, "Missing"),
+        (Corrupt("checksum", "chunk 3 of session 'chat'"), 500, "Corrupt"),
+        (AnswerError(500, "KrulError", "internal error"), 500, "KrulError"),
+    ],
+)
+@pytest.mark.parametrize("verb", ["move", "export"])
+def test_what_fails_is_answered_in_json(
+    krul: KrulClient, front: MemoryFront, url: str, verb: str, failure: Exception, status: int, kind: str
+) -> None:
+    front.failure = failure
+    answer = httpx.post(
+        f"{url}/v1/sessions/chat/{verb}",
+        json={"to": "tape"} if verb == "move" else None,
+        headers={"Authorization": f"Bearer {KEY}"},
+        timeout=30,
+    )
+    assert (answer.status_code, answer.headers["Content-Type"]) == (status, "application/json")
+    assert answer.json() == {"error": {"type": kind, "message": str(failure)}}
 
 
 def test_a_move_must_say_where_to(krul: KrulClient, url: str) -> None:
@@ -108,6 +137,45 @@ def test_what_a_killed_server_left_goes_after_a_day(cache: Path) -> None:
         assert (new / "session.krul").exists()
         assert not old.exists()
     assert not place.exists()
+
+
+def test_workplaces_that_come_and_go_do_not_disturb_each_other(cache: Path) -> None:
+    def work() -> None:
+        for _ in range(50):
+            with workplace() as place:
+                (place / "session.krul").write_bytes(b"x")
+
+    with ThreadPoolExecutor(6) as pool:
+        for done in [pool.submit(work) for _ in range(6)]:
+            done.result()
+    assert list(cache.iterdir()) == []
+
+
+def test_a_client_that_goes_away_in_an_upload(cache: Path) -> None:
+    front = MemoryFront()
+    held: list[list[Path]] = []  # what lay on the server when the client went
+    parts: Iterator[dict[str, Any]] = iter([{"type": "http.request", "body": CONTENT, "more_body": True}])
+
+    async def receive() -> dict[str, Any]:
+        part = next(parts, {"type": "http.disconnect"})
+        if part["type"] == "http.disconnect":
+            held.append([path for path in cache.rglob("*") if path.is_file()])
+        return part
+
+    async def send(message: dict[str, Any]) -> None:
+        """To nobody."""
+
+    scope = {
+        "type": "http",
+        "method": "POST",
+        "path": "/v1/sessions/import",
+        "query_string": b"",
+        "headers": [(b"authorization", f"Bearer {KEY}".encode())],
+    }
+    asyncio.run(make_app(front)(scope, receive, send))
+    assert len(held[0]) == 1
+    assert list(cache.iterdir()) == []
+    assert front.imported == b""
 
 
 def test_no_room_for_an_upload(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from itertools import islice, pairwise
 from sgl_krul.errors import Corrupt, StoreError, StoreUnavailable
 from sgl_krul.store.redis.pieces import check_stored_header, decode_shape
 from sgl_krul.store.redis.scripts import DIRECTORIES, Keys, Request, parse_entry, parse_tag, split_key
-from sgl_krul.store.redis.wire import Wire, value_of
+from sgl_krul.store.redis.wire import Wire, WrongType, read_reply, value_of
 from sgl_krul.store.tier import Entry, is_key
 
 __all__ = ["Directories"]
@@ -69,7 +69,7 @@ class Directories:
         tags = self._tags(self._wire.call(self._listed("")))
         for tag in tags:
             [index] = self._wire.run([self._index(tag)])
-            if isinstance(index, Corrupt):
+            if isinstance(index, WrongType):
                 problems.append(f"{tag}: {index}")
             index = _index_of(index)
             entries = [parse_entry(tag, name, value) for name, value in _pairs(index)]
@@ -85,7 +85,8 @@ class Directories:
         for entry in entries:
             tag, name = split_key(entry.key)
             looks.append(Request(tag, ("HMGET", self._keys.object(tag, name), "m", "h")))
-        for entry, look, reply in zip(entries, looks, self._wire.run(looks), strict=True):
+        replies = map(read_reply, self._wire.run(looks))
+        for entry, look, reply in zip(entries, looks, replies, strict=True):
             if isinstance(reply, StoreUnavailable):
                 raise reply
             try:
@@ -105,7 +106,7 @@ class Directories:
         key = self._keys.object(*split_key(entry.key))
         lengths = [Request(tag, ("HSTRLEN", key, str(piece))) for piece in range(pieces)]
         replies = [
-            value_of(reply)
+            value_of(read_reply(reply))
             for reply in self._wire.run(
                 [*lengths, Request(tag, ("HLEN", key)), Request(tag, ("HGET", key, "m"))]
             )
@@ -156,7 +157,7 @@ class Directories:
 
 def _index_of(reply: object) -> object:
     """The index of a directory; empty where something else wrote the key: that hides no other directory."""
-    return [] if isinstance(reply, Corrupt) else value_of(reply)
+    return [] if isinstance(reply, WrongType) else value_of(reply)
 
 
 def _pairs(index: object) -> Iterator[tuple[object, object]]:

@@ -84,17 +84,17 @@ class Leases:
         """The answer of a script, or raise what it says of the lease."""
         if not isinstance(answer, list) or not answer:
             raise StoreUnavailable(f"{self._wire.place}: a script answered {str(answer)[:80]!r}")
+        if answer[0] == b"lost" and not answer[1]:
+            raise StoreUnavailable(
+                f"{self._wire.place}: the lease of {tag} has run out, nothing was changed; try again"
+            )
         if answer[0] in (b"held", b"lost") and len(answer) == 3:
             raise self._taken(tag, answer[1], answer[2])
         return answer
 
-    def _taken(self, tag: str, holder: object, left_ms: object) -> StoreError:
-        if not holder:
-            return StoreUnavailable(
-                f"{self._wire.place}: the lease of {tag} has run out, nothing was changed; try again"
-            )
+    def _taken(self, tag: str, holder: object, left_ms: object) -> LeaseHeld:
         text = holder.decode("utf-8", "replace") if isinstance(holder, bytes) else str(holder)
-        owner = ascii(text.rpartition("/")[0][:_MAX_OWNER_SHOWN])
+        owner = ascii((text.rpartition("/")[0] or text)[:_MAX_OWNER_SHOWN])  # no slash: a stranger's
         left_s = left_ms / 1000 if isinstance(left_ms, int) else 0.0
         return LeaseHeld(
             f"{self._wire.place}: {tag} is being written by {owner} (its lease has {left_s:.1f} s left); "

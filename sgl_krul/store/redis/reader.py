@@ -21,7 +21,7 @@ from sgl_krul.store.redis.pieces import (
     plan_read,
 )
 from sgl_krul.store.redis.scripts import Keys, Request, split_key
-from sgl_krul.store.redis.wire import Wire
+from sgl_krul.store.redis.wire import Wire, read_reply
 
 __all__ = ["Read", "Reader", "Shapes"]
 
@@ -196,8 +196,8 @@ class Reader:
         key = self._keys.object(tag, name)
         return [
             Request(tag, ("EXISTS", key)),
-            Request(tag, ("PEXPIRE", key, self._keys.ttl_ms)),
-            Request(tag, ("PEXPIRE", self._keys.index(tag), self._keys.ttl_ms)),
+            self._keys.extend(tag, key),
+            self._keys.extend(tag, self._keys.index(tag)),
         ]
 
     def _fetch(self, reads: Sequence[Read], group: Sequence[_Fetch]) -> list[object]:
@@ -222,13 +222,14 @@ class Reader:
             requests.append(Request(tag, ("HMGET", self._keys.object(tag, name), "m", *pieces)))
         try:
             with self._in_flight.taken(sum(fetch.size for fetch in group), self._wire.timeout_s):
-                return self._wire.run(requests, take)
+                return [read_reply(reply) for reply in self._wire.run(requests, take)]
         except StoreUnavailable as error:  # no room for so many bytes on their way
             return [error] * len(group)
 
 
 def _fields(key: str, fields: object, exists: object, count: int) -> list[bytes] | None:
     """The fields of an object; None when there is none."""
+    fields = read_reply(fields)
     if isinstance(fields, StoreError):
         raise fields
     if isinstance(exists, StoreError):

@@ -14,7 +14,17 @@ from typing import NamedTuple, TypeAlias
 
 from sgl_krul.store.tier import Entry, is_key
 
-__all__ = ["DIRECTORIES", "Command", "Keys", "Request", "parse_entry", "parse_tag", "split_key"]
+__all__ = [
+    "DIRECTORIES",
+    "Command",
+    "Keys",
+    "Request",
+    "keys_of",
+    "parse_entry",
+    "parse_tag",
+    "split_key",
+    "type_of",
+]
 
 Command: TypeAlias = tuple[bytes | str | int | float | memoryview, ...]
 
@@ -25,56 +35,69 @@ _VALUE = re.compile(rb"([0-9]{1,18}) ([0-9]{1,12}\.[0-9]{6})")
 # Scripts answer {word, ...}. Those that may run while the server is out of memory must say so: a lease is
 # needed to delete. COMMIT must not: its HSET fails for want of memory before anything has changed.
 
-_LEASE_CHECK = """
+# Each of these begins with the lease; ARGV token lease_ms. Ours always end by themselves: one that would not
+# was written by something else, or made to last, and is held for `lease_ms` more.
+_HOLDER = """
 local holder = redis.call('GET', KEYS[1])
+if holder and redis.call('PTTL', KEYS[1]) == -1 then redis.call('PEXPIRE', KEYS[1], ARGV[2]) end
+"""
+
+_LEASE_CHECK = (
+    _HOLDER
+    + """
 if ARGV[1] == '' then
   if holder then return {'held', holder, redis.call('PTTL', KEYS[1])} end
 elseif holder ~= ARGV[1] then
   return {'lost', holder or '', redis.call('PTTL', KEYS[1])}
 end
 """
+)
 
-# KEYS lease tmp object index; ARGV token name fields bytes ttl_ms lease_ms shape
+# KEYS lease tmp object index; ARGV token lease_ms name fields bytes ttl_ms shape. What is put has the life time
+# it is put with; an index has that of the object in it that lives longest.
 _COMMIT = (
     _LEASE_CHECK
     + """
-if redis.call('HLEN', KEYS[2]) ~= tonumber(ARGV[3]) then
+if redis.call('HLEN', KEYS[2]) ~= tonumber(ARGV[4]) then
   if redis.call('HGET', KEYS[3], 'm') == ARGV[7] then return {'ok', '', 0} end
   return {'gone'}
 end
-local old = redis.call('HGET', KEYS[4], ARGV[2]) or ''
+local old = redis.call('HGET', KEYS[4], ARGV[3]) or ''
 local now = redis.call('TIME')
-redis.call('HSET', KEYS[4], ARGV[2], string.format('%s %s.%06d', ARGV[4], now[1], tonumber(now[2])))
+redis.call('HSET', KEYS[4], ARGV[3], string.format('%s %s.%06d', ARGV[5], now[1], tonumber(now[2])))
 redis.call('RENAME', KEYS[2], KEYS[3])
-redis.call('PEXPIRE', KEYS[3], ARGV[5])
-if redis.call('PTTL', KEYS[4]) < tonumber(ARGV[5]) then redis.call('PEXPIRE', KEYS[4], ARGV[5]) end
-if ARGV[1] ~= '' then redis.call('PEXPIRE', KEYS[1], ARGV[6]) end
+redis.call('PEXPIRE', KEYS[3], ARGV[6])
+if redis.call('PTTL', KEYS[4]) < tonumber(ARGV[6]) then redis.call('PEXPIRE', KEYS[4], ARGV[6]) end
+if ARGV[1] ~= '' then redis.call('PEXPIRE', KEYS[1], ARGV[2]) end
 return {'ok', old, redis.call('HLEN', KEYS[4])}
 """
 )
 
-# KEYS lease object index; ARGV token name lease_ms
+# KEYS lease object index; ARGV token lease_ms name
 _DELETE = (
     _LEASE_CHECK
     + """
-local old = redis.call('HGET', KEYS[3], ARGV[2]) or ''
+local old = redis.call('HGET', KEYS[3], ARGV[3]) or ''
 local existed = redis.call('DEL', KEYS[2])
-redis.call('HDEL', KEYS[3], ARGV[2])
-if ARGV[1] ~= '' then redis.call('PEXPIRE', KEYS[1], ARGV[3]) end
+redis.call('HDEL', KEYS[3], ARGV[3])
+if ARGV[1] ~= '' then redis.call('PEXPIRE', KEYS[1], ARGV[2]) end
 return {'ok', old, redis.call('HLEN', KEYS[3]), existed}
 """
 )
 
 # KEYS lease; ARGV token lease_ms left. The same token again repeats a call whose answer got lost. `left`
 # is a lease of ours that could not be given back; what was sent with it and comes late finds it lost.
-_LEASE = """#!lua flags=allow-oom
-local holder = redis.call('GET', KEYS[1])
+_LEASE = (
+    "#!lua flags=allow-oom"
+    + _HOLDER
+    + """
 if holder and holder ~= ARGV[1] and holder ~= ARGV[3] then
   return {'held', holder, redis.call('PTTL', KEYS[1])}
 end
 redis.call('SET', KEYS[1], ARGV[1], 'PX', ARGV[2])
 return {'ok'}
 """
+)
 
 _RENEW = (
     _LEASE_CHECK
@@ -100,8 +123,8 @@ return {'ok'}
 # KEYS names times; ARGV tag ttl_ms
 _LIST = """
 local now = redis.call('TIME')
-redis.call('ZADD', KEYS[2], string.format('%s%06d', now[1], tonumber(now[2])), ARGV[1])
 redis.call('ZADD', KEYS[1], 0, ARGV[1])
+redis.call('ZADD', KEYS[2], string.format('%s%06d', now[1], tonumber(now[2])), ARGV[1])
 for i = 1, 2 do
   if redis.call('PTTL', KEYS[i]) < tonumber(ARGV[2]) then redis.call('PEXPIRE', KEYS[i], ARGV[2]) end
 end
@@ -135,6 +158,22 @@ def split_key(key: str) -> tuple[str, str]:
     """Tag of the directory of a tier key, and the name in it."""
     directory, _, name = key.rpartition("/")
     return directory or _ROOT, name
+
+
+def keys_of(command: Command) -> list[str]:
+    """The Redis keys a command names. Of those we send."""
+    if command[0] == "EVAL":
+        count = command[2]
+        assert isinstance(count, int)
+        return [str(key) for key in command[3 : 3 + count]]
+    return [str(key) for key in command[1:2]]
+
+
+def type_of(key: str) -> bytes:
+    """What TYPE says of a key of ours, by its name."""
+    if key.endswith("}/.lease"):
+        return b"string"
+    return b"zset" if f":{{{DIRECTORIES}}}:" in key else b"hash"
 
 
 def parse_tag(raw: object) -> str | None:
@@ -180,17 +219,22 @@ class Keys:
         """Who writes a directory."""
         return f"{self._prefix}:{{{tag}}}/.lease"
 
+    def extend(self, tag: str, key: str) -> Request:
+        """Start the life time of an object or index anew. Never shortens the one a server with a longer
+        `ttl_s` gave it, nor ends that of a key somebody made to last."""
+        return Request(tag, ("PEXPIRE", key, self.ttl_ms, "GT"))
+
     def commit(
         self, tag: str, name: str, *, token: bytes, lease: str, fields: int, size: int, shape: bytes
     ) -> Request:
         """Move the temporary object of `token` into place: ok, old value, entries; or held, lost, gone."""
         keys = self.lease(tag), self.temporary(tag, token), self.object(tag, name), self.index(tag)
-        return _eval(tag, _COMMIT, keys, lease, name, fields, size, self.ttl_ms, self.lease_ms, shape)
+        return _eval(tag, _COMMIT, keys, lease, self.lease_ms, name, fields, size, self.ttl_ms, shape)
 
     def delete(self, tag: str, name: str, lease: str) -> Request:
         """Remove an object: ok, old value, entries now, 1 if there was one; or held, lost."""
         keys = self.lease(tag), self.object(tag, name), self.index(tag)
-        return _eval(tag, _DELETE, keys, lease, name, self.lease_ms)
+        return _eval(tag, _DELETE, keys, lease, self.lease_ms, name)
 
     def take_lease(self, tag: str, lease: str, left: str) -> Request:
         """Take a lease, also from `left`, an earlier one of ours: ok or held."""

@@ -28,7 +28,7 @@ from redis.connection import (
 )
 from redis.retry import Retry
 
-from sgl_krul.errors import Corrupt, StoreError, StoreFull, StoreUnavailable
+from sgl_krul.errors import StoreError, StoreFull, StoreUnavailable
 from sgl_krul.store.redis.address import Endpoint, parse_redis_url
 from sgl_krul.store.redis.breaker import Breaker, BreakerState
 from sgl_krul.store.redis.directories import Directories
@@ -38,7 +38,7 @@ from sgl_krul.store.redis.reader import Read, Reader, Shapes
 from sgl_krul.store.redis.routes import ClusterRoutes, FixedRoutes, Routes, SentinelRoutes
 from sgl_krul.store.redis.scripts import Keys, Request, split_key
 from sgl_krul.store.redis.settings import RedisSettings
-from sgl_krul.store.redis.wire import Elsewhere, NodeFailure, Nodes, Timing, Wire
+from sgl_krul.store.redis.wire import Elsewhere, NodeFailure, Nodes, Timing, Wire, WrongType
 from sgl_krul.store.redis.writer import Writer
 from sgl_krul.store.tier import Buffer, Entry, TierUsage, byte_view, check_header, check_key, writable_view
 
@@ -52,7 +52,8 @@ _MAX_SHAPE_AGE_S = 60.0
 class RedisTier:
     """A SharedTier of hashes in Redis; see `pieces` and `scripts` for how they look.
 
-    An object lives for `ttl_s` from its last put, read of its header, or touch. `usage` counts what this
+    An object lives for `ttl_s` from its last put, read of its header, or touch; of servers whose `ttl_s`
+    differ, a read or touch by the one with the shorter shortens nothing. `usage` counts what this
     tier changed and what `refresh` found; it is the soft bound of `put`. A `lease` covers the objects right
     below its prefix, not those of directories below. When the confirmation of a put gets lost, and so do
     those of its repeats, it raises StoreUnavailable although the new object may be in place. A call of many
@@ -201,11 +202,11 @@ class RedisTier:
     def touch(self, keys: Sequence[str]) -> None:
         """See SharedTier."""
         tags = dict.fromkeys(split_key(check_key(key))[0] for key in keys)
-        ttl = self._keys.ttl_ms
-        objects = [(tag, self._keys.object(tag, name)) for tag, name in map(split_key, keys)]
-        indexes = [(tag, self._keys.index(tag)) for tag in tags]
-        replies = self._wire.run([Request(tag, ("PEXPIRE", key, ttl)) for tag, key in [*indexes, *objects]])
-        found = [tag for (tag, _), reply in zip(indexes, replies, strict=False) if reply == 1]
+        exist = [Request(tag, ("EXISTS", self._keys.index(tag))) for tag in tags]
+        indexes = [self._keys.extend(tag, self._keys.index(tag)) for tag in tags]
+        objects = [self._keys.extend(tag, self._keys.object(tag, name)) for tag, name in map(split_key, keys)]
+        replies = self._wire.run([*exist, *indexes, *objects])
+        found = [tag for tag, reply in zip(tags, replies, strict=False) if reply == 1]
         self._wire.run([self._keys.list_directory(tag) for tag in found])
 
     def refresh(self) -> None:
@@ -359,5 +360,5 @@ def reply_error(error: said.RedisError, place: str) -> StoreError | Elsewhere:
     if isinstance(error, said.NoPermissionError):
         return StoreUnavailable(f"{text} (NOPERM); give this user the right")
     if str(error).startswith("WRONGTYPE"):
-        return Corrupt("version", f"{text}; something else wrote this key")
+        return WrongType(f"{place}: WRONGTYPE: something else wrote a key of ours; delete it there")
     return StoreUnavailable(text)

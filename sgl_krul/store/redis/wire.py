@@ -6,13 +6,25 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol, TypeAlias
 
-from sgl_krul.errors import StoreError, StoreUnavailable
+from sgl_krul.errors import Corrupt, StoreError, StoreUnavailable
 from sgl_krul.store.redis.address import Endpoint
 from sgl_krul.store.redis.breaker import Breaker, BreakerState
 from sgl_krul.store.redis.routes import Routes
-from sgl_krul.store.redis.scripts import Command, Request
+from sgl_krul.store.redis.scripts import Command, Request, keys_of, type_of
 
-__all__ = ["Elsewhere", "Node", "NodeFailure", "Nodes", "Take", "Timing", "Wire", "pack", "value_of"]
+__all__ = [
+    "Elsewhere",
+    "Node",
+    "NodeFailure",
+    "Nodes",
+    "Take",
+    "Timing",
+    "Wire",
+    "WrongType",
+    "pack",
+    "read_reply",
+    "value_of",
+]
 
 Take: TypeAlias = Callable[[int, object], object]
 """Given the number of a request and its reply as it comes in; what it returns stands for the reply. When an
@@ -31,6 +43,10 @@ class NodeFailure(Exception):
         self.reason = reason
         self.again = again
         self.counts = counts
+
+
+class WrongType(StoreUnavailable):
+    """A key holds what is none of ours: something else wrote it. Who reads an object says Corrupt."""
 
 
 class Elsewhere(NamedTuple):
@@ -147,7 +163,20 @@ class Wire:
             waiting = again
             if attempt < _ATTEMPTS - 1:
                 self._pause(attempt)
-        return [reply.error if isinstance(reply, Elsewhere) else reply for reply in replies]
+        return [self._final(request, reply) for request, reply in zip(requests, replies, strict=True)]
+
+    def _final(self, request: Request, reply: object) -> object:
+        """The reply; an error that no repeat helps in place of Elsewhere, and WrongType names the key."""
+        if isinstance(reply, Elsewhere):
+            return reply.error
+        keys = keys_of(request.command)
+        if not isinstance(reply, WrongType) or not keys:
+            return reply
+        if len(keys) > 1:  # the server does not say which one; who may not ask for types gets all
+            found = self.run([Request(request.tag, ("TYPE", key)) for key in keys])
+            pairs = zip(keys, found, strict=True)
+            keys = [key for key, kind in pairs if kind not in (b"none", type_of(key))] or keys
+        return WrongType(f"{reply}: {' or '.join(keys)}")
 
     def call(self, request: Request) -> object:
         """One command; its reply. Raises StoreErrors."""
@@ -251,6 +280,11 @@ def value_of(reply: object) -> object:
     if isinstance(reply, StoreError):
         raise reply
     return reply
+
+
+def read_reply(reply: object) -> object:
+    """The reply to who reads an object: Corrupt in place of WrongType."""
+    return Corrupt("version", str(reply)) if isinstance(reply, WrongType) else reply
 
 
 def pack(commands: Sequence[Command]) -> list[bytes | memoryview]:

@@ -13,7 +13,7 @@ from sgl_krul.store.redis.in_flight import InFlight, StoredCount
 from sgl_krul.store.redis.leases import Leases
 from sgl_krul.store.redis.pieces import cut, encode_shape
 from sgl_krul.store.redis.scripts import Keys, Request, parse_entry, split_key
-from sgl_krul.store.redis.wire import Wire, value_of
+from sgl_krul.store.redis.wire import Wire, WrongType, value_of
 
 __all__ = ["Writer"]
 
@@ -66,11 +66,8 @@ class Writer:
                     shape=shape,
                 )
                 self._commit(tag, name, request, size, settle)
-            except (
-                StoreFull,
-                LeaseHeld,
-                KeyboardInterrupt,
-            ):  # the server can still be asked: don't leave it there
+            except (StoreFull, LeaseHeld, WrongType, KeyboardInterrupt):
+                # The server can still be asked: don't leave it there.
                 self._wire.run([Request(tag, ("UNLINK", self._keys.temporary(tag, token)))])
                 raise
         return size
@@ -106,7 +103,8 @@ class Writer:
                 self._leases.renew(tag)
             with self._in_flight.taken(size, self._wire.timeout_s):
                 replies = self._wire.run(requests)
-            if first and isinstance(replies[0], StoreUnavailable):
+            unlisted = first and isinstance(replies[0], StoreUnavailable)
+            if unlisted and not isinstance(replies[0], WrongType):
                 replies = replies[1:]  # of a cluster another node: it must not stop what it does not hold
             for reply in replies:
                 value_of(reply)
