@@ -213,8 +213,8 @@ def _tier_finding(name: str, tier: TierInfo) -> Finding:
             Level.WARN,
             f"tier {name}",
             f"the server can't reach it; {used} when it was last seen",
-            "start it, or see why with `krul doctor --config FILE` on the server's machine; until it is back, "
-            "what lies only there is computed anew",
+            "start it, or see why with `krul doctor --config FILE` on the server's machine; until it is "
+            "back, what lies only there is computed anew",
         )
     finding = usage_finding(f"tier {name}", "", tier.bytes, tier.capacity_bytes)
     # Memory drops what is oldest by itself.

@@ -14,6 +14,7 @@ from sgl_krul.config import Config, resolve_config
 from sgl_krul.engine.compat import BACKEND, Hook, apply_hooks, require_flags, require_hooks, require_version
 from sgl_krul.engine.frontend import FrontEnd
 from sgl_krul.engine.messages import KrulControlReqInput, KrulControlReqOutput, register_messages
+from sgl_krul.service.places import check_places
 
 __all__ = ["create_cache", "register"]
 
@@ -188,7 +189,7 @@ def after_check_server_args(_result: None, server_args: Any) -> None:
     resolved = resolving_view(server_args)
     if resolved.radix_cache_backend == BACKEND:
         require_flags(resolved)
-        _config(resolved.unified_cache_external_linker_config)
+        check_places(_config(resolved.unified_cache_external_linker_config))
 
 
 def after_tokenizer_manager_init(make_router: MakeRouter | None) -> Callable[..., None]:

@@ -194,6 +194,49 @@ def test_every_key_has_a_life_time_that_use_renews(server: ValkeyServer, tier: R
     assert names(tier) == ["v1/s/a"]
 
 
+def test_a_shorter_ttl_shortens_nothing(server: ValkeyServer, tier: RedisTier) -> None:
+    """It counts for what the server with it puts, and for nothing that others did."""
+    client = server.client()
+    tier.put("s/a", b"h", body(6, 10))
+    with open_tier(server.url, ttl_s=20.0) as short:
+        uses: list[Callable[[], object]] = [
+            lambda: short.read_header("s/a"),
+            lambda: short.touch(["s/a"]),
+            lambda: short.put("s/b", b"h", body(6, 10)),
+            lambda: short.scan(""),
+        ]
+        for use in uses:
+            use()
+            for key in ("krul:{s}/a", "krul:{s}", *client.keys("krul:{/directories}:*")):
+                assert client.pttl(key) > 590_000, key
+        assert client.pttl("krul:{s}/b") < 20_001
+    with open_tier(server.url, ttl_s=20.0) as short:
+        read(short, "s/a", 10)
+    assert client.pttl("krul:{s}/a") > 590_000
+    tier.read_header("s/b")
+    assert client.pttl("krul:{s}/b") > 590_000
+
+
+def test_touch_lists_a_directory_also_when_it_renews_nothing(server: ValkeyServer, tier: RedisTier) -> None:
+    tier.put("s/a", b"h", body(6, 10))
+    server.client().delete("krul:{/directories}:names", "krul:{/directories}:times")
+    with open_tier(server.url, ttl_s=20.0) as short:
+        short.touch(["s/a", "t/a"])
+        assert names(short) == ["s/a"]
+    assert server.client().zrange("krul:{/directories}:names", 0, -1) == [b"s"]
+
+
+def test_a_put_ends_what_was_made_to_last(server: ValkeyServer, tier: RedisTier) -> None:
+    client = server.client()
+    tier.put("s/a", b"h", body(6, 10))
+    for key in client.keys("*"):
+        assert client.persist(key)
+    tier.read_header("s/a")
+    assert client.pttl("krul:{s}/a") == -1  # somebody wanted that
+    tier.put("s/a", b"h", body(6, 10))
+    assert all(client.pttl(key) > 590_000 for key in client.keys("*"))
+
+
 def test_a_read_without_its_header_renews_too(server: ValkeyServer, tier: RedisTier) -> None:
     tier.put("s/a", b"h", body(6, 10))
     server.client().pexpire("krul:{s}/a", 20_000)
@@ -316,6 +359,140 @@ def test_two_thousand_sessions_leave_nothing_behind(server: ValkeyServer, tier: 
     assert server.client().dbsize() == 0
     assert tier.usage()[:2] == (0, 0)
     assert remembered(tier, set()) == before
+
+
+# -- keys that something else wrote --
+
+
+def wrong(server: ValkeyServer, key: str, kind: str) -> None:
+    client = server.client()
+    client.delete(key)
+    if kind == "string":
+        client.set(key, "x")
+    elif kind == "list":
+        client.rpush(key, "x")
+    else:
+        client.hset(key, "x", "y")
+
+
+def refused(call: Callable[[], object], key: str) -> None:
+    """It raises StoreUnavailable, never Corrupt, and names this key alone."""
+    text = unavailable(call)
+    assert text.endswith(f"something else wrote a key of ours; delete it there: {key}"), text
+
+
+@pytest.mark.parametrize("kind", ["string", "list", "hash"])
+@pytest.mark.parametrize("which", ["names", "times"])
+def test_lists_of_directories_of_another_type(
+    which: str, kind: str, server: ValkeyServer, tier: RedisTier
+) -> None:
+    tier.put("s/a", b"h", body(10, 1000))
+    key = f"krul:{{/directories}}:{which}"
+    wrong(server, key, kind)
+    refused(lambda: tier.put("s/b", b"h", body(10, 1000)), key)
+    refused(lambda: tier.put("t/b", b"h", body(10, 1000)), key)
+    assert temporaries(server) == []
+    if which == "names":
+        refused(lambda: tier.scan(""), key)
+        refused(tier.refresh, key)
+        refused(tier.check, key)
+    assert names(tier, "s/") == ["s/a"]
+    assert read(tier, "s/a", 1000) == body(10, 1000)[0]
+    with tier.lease("s/"):
+        tier.touch(["s/a"])
+        assert tier.delete("s/a") is True
+    server.client().delete(key)
+    tier.put("t/b", b"h", body(10, 1000))
+    assert names(tier) == ["t/b"]
+    assert tier.breaker_state == "closed"
+
+
+@pytest.mark.parametrize("kind", ["string", "list"])
+def test_an_index_of_another_type(kind: str, server: ValkeyServer, tier: RedisTier) -> None:
+    tier.put("s/a", b"h", body(10, 1000))
+    tier.put("t/a", b"h", body(10, 1000))
+    wrong(server, "krul:{s}", kind)
+    refused(lambda: tier.put("s/a", b"new", []), "krul:{s}")
+    refused(lambda: tier.delete("s/a"), "krul:{s}")
+    assert temporaries(server) == []
+    assert names(tier) == ["t/a"]
+    assert names(tier, "s/") == []
+    assert len(tier.check()) == 1
+    tier.touch(["s/a"])
+    assert tier.read_header("s/a") == b"h"
+    server.client().delete("krul:{s}")
+    tier.put("s/a", b"new", [])
+    assert names(tier) == ["s/a", "t/a"]
+
+
+@pytest.mark.parametrize("kind", ["list", "hash"])
+def test_a_lease_of_another_type(kind: str, server: ValkeyServer, tier: RedisTier) -> None:
+    tier.put("s/a", b"h", body(10, 1000))
+    key = "krul:{s}/.lease"
+    wrong(server, key, kind)
+    refused(lambda: tier.put("s/a", b"new", []), key)
+    refused(lambda: tier.delete("s/a"), key)
+    refused(lambda: tier.lease("s/").__enter__(), key)
+    assert temporaries(server) == []
+    assert tier.read_header("s/a") == b"h"
+    server.client().delete(key)
+    with tier.lease("s/"):
+        tier.put("s/a", b"new", [])
+        wrong(server, key, kind)
+        refused(lambda: tier.put("s/a", b"late", []), key)
+    assert tier.read_header("s/a") == b"new"
+
+
+@pytest.mark.parametrize("kind", ["string", "list"])
+def test_an_object_of_another_type(kind: str, server: ValkeyServer, tier: RedisTier) -> None:
+    """Who reads finds it corrupt; a put or delete does away with it."""
+    tier.put("s/a", b"h", body(10, 1000))
+    tier.read_header("s/a")
+    for _ in range(2):  # with its shape remembered, and without
+        wrong(server, "krul:{s}/a", kind)
+        with pytest.raises(Corrupt, match=r"delete it there: krul:\{s\}/a") as caught:
+            read(tier, "s/a", 1000)
+        assert caught.value.reason == "version"
+        with pytest.raises(Corrupt):
+            tier.read_header("s/a")
+        assert len(tier.check()) == 1
+        assert names(tier) == ["s/a"]
+        tier.put("s/a", b"h", body(10, 1000))
+    wrong(server, "krul:{s}/a", kind)
+    assert tier.delete("s/a") is True
+    assert server.client().dbsize() == 0
+
+
+def test_who_may_not_ask_for_types_is_told_all_keys(server: ValkeyServer) -> None:
+    rights = ["~krul:*", "+@all", "-type"]
+    server.client().execute_command("ACL", "SETUSER", "typeless", "on", f">{SECRET}", *rights)
+    wrong(server, "krul:{/directories}:names", "string")
+    with open_tier(server.url, username="typeless", password=SECRET) as tier:
+        text = unavailable(lambda: tier.put("s/a", b"h", []))
+        assert text.endswith("there: krul:{/directories}:names or krul:{/directories}:times")
+
+
+@pytest.mark.parametrize("holder", [b"x", b"somebody:1/abc", b""])
+def test_a_lease_that_would_not_end_is_held_for_one_life_more(holder: bytes, server: ValkeyServer) -> None:
+    client = server.client()
+    with open_tier(server.url, lease_s=0.5) as tier:
+        calls: list[Callable[[], object]] = [
+            lambda: tier.put("s/a", b"h", []),
+            lambda: tier.delete("s/a"),
+            lambda: tier.lease("s/").__enter__(),
+        ]
+        owner = ascii(holder.decode().partition("/")[0])
+        for call in calls:
+            client.set("krul:{s}/.lease", holder)
+            with pytest.raises(LeaseHeld, match=rf"written by {owner} \(its lease has 0\.5 s left\)"):
+                call()
+            assert 0 < client.pttl("krul:{s}/.lease") <= 500
+        wait_until(lambda: not client.exists("krul:{s}/.lease"), 5)
+        with tier.lease("s/"):
+            tier.put("s/a", b"h", [])
+            client.persist("krul:{s}/.lease")
+            tier.put("s/a", b"again", [])
+            assert 0 < client.pttl("krul:{s}/.lease") <= 500
 
 
 # -- damage --

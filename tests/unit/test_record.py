@@ -207,9 +207,7 @@ def test_fields_of_other_types_names_or_numbers_are_corrupt() -> None:
     fields = msgpack.unpackb(encode_manifest(manifest()))
     for name, value in fields.items():
         for other in (None, [], {}, "text", 1.5, True, -1, b"x"):
-            if type(other) is type(value) or (name == "paused_at" and type(other) in (int, float)):
-                continue
-            if name in ("raw_bytes", "stored_bytes") and type(other) is int:
+            if type(other) is type(value) and other != -1:
                 continue
             assert reason(msgpack.packb({**fields, name: other})) in ("length", "version", "identity"), name
         assert reason(msgpack.packb({k: v for k, v in fields.items() if k != name})) in ("length", "version")
@@ -242,12 +240,39 @@ INCONSISTENT = {
     "a chunk of another page": {"chunks": replaced_chunk(last_page_hash="0" * 64)},
     "chunks in another order": {"chunks": (manifest().chunks[1], manifest().chunks[0], manifest().chunks[2])},
     "no generation": {"generation": 0},
+    "more generations than there can be": {"generation": (1 << 40) + 1},
+    "a generation of 64 bits": {"generation": (1 << 64) - 1},
+    "paused at no number": {"paused_at": float("nan")},
+    "paused never": {"paused_at": float("inf")},
+    "paused before all time": {"paused_at": -float("inf")},
+    "paused before 1970": {"paused_at": -1.0},
+    "paused in milliseconds": {"paused_at": 1.8e12},
+    "fewer than no bytes": {"raw_bytes": -5},
+    "fewer than no bytes stored": {"stored_bytes": -(1 << 62)},
+    "more bytes than there can be": {"raw_bytes": (1 << 60) + 1},
+    "more bytes stored than there can be": {"stored_bytes": (1 << 60) + 1},
+    "a chunk of more bytes than there can be": {"chunks": replaced_chunk(bytes=(1 << 60) + 1)},
+    "an empty id": {"session_id": ""},
+    "an id for the terminal": {"session_id": "a\x1b[2Jb"},
+    "an id too long": {"session_id": "x" * 257},
+    "an id none may have, of a salted session": {"session_id": "a\nb", "salted": True},
 }
 
 
 @pytest.mark.parametrize("name", INCONSISTENT)
 def test_counts_that_disagree_are_corrupt(name: str) -> None:
     assert reason(encode_manifest(manifest(**INCONSISTENT[name]))) == "length"
+
+
+def test_the_largest_numbers_come_back() -> None:
+    record = manifest(generation=1 << 40, raw_bytes=1 << 60, stored_bytes=1 << 60, paused_at=1e11)
+    assert decode_manifest(encode_manifest(record), namespace=NAMESPACE, digest=DIGEST) == record
+
+
+def test_an_id_that_is_not_the_sessions_is_found_unless_a_salt_hides_it() -> None:
+    assert reason(encode_manifest(manifest(session_id="other/team"))) == "identity"
+    record = manifest(session_id="other/team", salted=True)
+    assert decode_manifest(encode_manifest(record), namespace=NAMESPACE, digest=DIGEST) == record
 
 
 def test_a_session_stored_in_part_is_sound() -> None:

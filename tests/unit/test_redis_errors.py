@@ -7,9 +7,9 @@ import inspect
 import pytest
 from redis import exceptions
 
-from sgl_krul.errors import Corrupt, StoreError, StoreFull, StoreUnavailable
+from sgl_krul.errors import StoreError, StoreFull, StoreUnavailable
 from sgl_krul.store.redis.tier import node_failure, reply_error
-from sgl_krul.store.redis.wire import Elsewhere, NodeFailure
+from sgl_krul.store.redis.wire import Elsewhere, NodeFailure, WrongType
 
 CLASSES = [
     kind
@@ -64,7 +64,7 @@ def test_failures_say_what_to_do(error: Exception, again: bool, text: str) -> No
     [
         (exceptions.OutOfMemoryError("full"), StoreFull, "raise maxmemory there"),
         (exceptions.NoPermissionError("no right"), StoreUnavailable, "give this user the right"),
-        (exceptions.ResponseError("WRONGTYPE Operation"), Corrupt, "something else wrote this key"),
+        (exceptions.ResponseError("WRONGTYPE Operation"), WrongType, "something else wrote a key of ours"),
         (exceptions.ResponseError("MISCONF disk"), StoreUnavailable, "MISCONF disk"),
     ],
 )

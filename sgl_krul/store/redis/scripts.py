@@ -53,8 +53,8 @@ end
 """
 )
 
-# KEYS lease tmp object index; ARGV token lease_ms name fields bytes ttl_ms shape. What is put has the life time
-# it is put with; an index has that of the object in it that lives longest.
+# KEYS lease tmp object index; ARGV token lease_ms name fields bytes ttl_ms shape. An object lives as long
+# as its put says, an index as long as the object in it that lives longest.
 _COMMIT = (
     _LEASE_CHECK
     + """
@@ -91,7 +91,7 @@ _LEASE = (
     "#!lua flags=allow-oom"
     + _HOLDER
     + """
-if holder and holder ~= ARGV[1] and holder ~= ARGV[3] then
+if holder and (holder == '' or holder ~= ARGV[1] and holder ~= ARGV[3]) then
   return {'held', holder, redis.call('PTTL', KEYS[1])}
 end
 redis.call('SET', KEYS[1], ARGV[1], 'PX', ARGV[2])
