@@ -225,7 +225,7 @@ def decode_manifest(data: bytes, *, namespace: str, digest: str) -> Manifest:
     if problem is not None:
         raise Corrupt("length", f"manifest of session {digest[:12]} has {problem}")
     if not manifest.salted and SessionKey(manifest.session_id).digest != digest:
-        raise Corrupt("identity", f"manifest of session {digest[:12]} names {manifest.session_id!r}")
+        raise Corrupt("identity", f"digest {digest} is not that of session {manifest.session_id!r}")
     return manifest
 
 
@@ -256,7 +256,7 @@ def _wrong_numbers(manifest: Manifest) -> str | None:
     if not 1 <= manifest.generation <= _MAX_GENERATION:
         return f"generation {manifest.generation}"
     if not 0 <= manifest.raw_bytes <= _MAX_BYTES or not 0 <= manifest.stored_bytes <= _MAX_BYTES:
-        return f"{manifest.raw_bytes} bytes stored as {manifest.stored_bytes}"
+        return f"raw_bytes {manifest.raw_bytes}, stored_bytes {manifest.stored_bytes}"
     if not 0 <= manifest.paused_at <= _MAX_PAUSED_AT:  # nor NaN
         return f"paused at {manifest.paused_at} s"
     return None
@@ -283,6 +283,6 @@ def _wrong_chunks(manifest: Manifest) -> str | None:
 def _wrong_id(session_id: str) -> str | None:
     try:
         validate_session_id(session_id)
-    except InvalidSessionId:
-        return f"the session_id {session_id[:32]!r}, which none may have"
+    except InvalidSessionId as error:
+        return f"an id that none may have: {error}"
     return None
