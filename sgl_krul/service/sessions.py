@@ -205,7 +205,7 @@ class SessionService:
             source,
             session.paused,
             before,
-            to_memory=size <= self._config.placement.memory_max_bytes,
+            to_memory=0 < size <= self._config.placement.memory_max_bytes,
         )
         session.state = State.PAUSING
 

@@ -241,6 +241,7 @@ def test_a_full_redis_leaves_sessions_on_the_disk(redis: ValkeyServer, tmp_path:
             assert isinstance(answer, StoreFull)
             assert "maxmemory" in str(answer)
             site.resumes(session, origin="ssd")
+        time_s[0] += 61  # a resume is a use
         site.poll_until(lambda: site.service.counters.demotions == 1)
         site.resumes(session, origin="redis")
         assert files(tmp_path) == {}
