@@ -18,6 +18,7 @@ from sgl_krul.store.redis.wire import Wire, WrongType, value_of
 __all__ = ["Writer"]
 
 ROUND_BYTES = 8 << 20  # written in one round trip
+COMMAND_BYTES = 2 << 20  # and by one command
 TEMPORARY_TTL_MS = 60_000
 _STRIPES = 64
 
@@ -89,16 +90,25 @@ class Writer:
     def _write_temporary(
         self, tag: str, temporary: str, shape: bytes, header: bytes, pieces: Sequence[Sequence[memoryview]]
     ) -> None:
-        """Write the fields round by round; each is a transaction, so that the key never lacks a life time."""
+        """Write the fields round by round.
+
+        The key has its life time from its first moment on, by a transaction; what follows is sent without, as
+        the server then works on a value while the next one comes in. Each value is followed by the life time,
+        should the key have been evicted and be new again.
+        """
+        expire = Request(tag, ("PEXPIRE", temporary, TEMPORARY_TTL_MS))
+        begin = [
+            Request(tag, ("MULTI",)),
+            Request(tag, ("HSET", temporary, "m", shape, "h", header)),
+            expire,
+            Request(tag, ("EXEC",)),
+        ]
         first = [self._keys.list_directory(tag)]  # before there is anything in it, or a crash would hide it
-        for fields, size in _rounds(shape, header, pieces):
-            requests = [
-                *first,
-                Request(tag, ("MULTI",)),
-                Request(tag, ("HSET", temporary, *fields)),
-                Request(tag, ("PEXPIRE", temporary, TEMPORARY_TTL_MS)),
-                Request(tag, ("EXEC",)),
-            ]
+        for values, size in _rounds(pieces):
+            requests = [*first, *begin]
+            for fields in values:
+                requests += [Request(tag, ("HSET", temporary, *fields)), expire]
+            begin = []
             if not first:
                 self._leases.renew(tag)
             with self._in_flight.taken(size, self._wire.timeout_s):
@@ -137,16 +147,20 @@ class Writer:
 
 
 def _rounds(
-    shape: bytes, header: bytes, pieces: Sequence[Sequence[memoryview]]
-) -> Iterator[tuple[list[bytes | str | memoryview], int]]:
-    """Fields and values for one HSET after another, each with its bytes."""
-    fields: list[bytes | str | memoryview] = ["m", shape, "h", header]
-    size = len(shape) + len(header)
+    pieces: Sequence[Sequence[memoryview]],
+) -> Iterator[tuple[list[list[bytes | str | memoryview]], int]]:
+    """Round trips: fields and values for one HSET after another, and their bytes. At least one."""
+    commands: list[list[bytes | str | memoryview]] = []
+    size = in_last = 0
     for number, piece in enumerate(pieces):
         value = piece[0] if len(piece) == 1 else b"".join(piece)
-        if size + len(value) > ROUND_BYTES:
-            yield fields, size
-            fields, size = [], 0
-        fields += [str(number), value]
+        if commands and size + len(value) > ROUND_BYTES:
+            yield commands, size
+            commands, size = [], 0
+        if not commands or in_last + len(value) > COMMAND_BYTES:
+            commands.append([])
+            in_last = 0
+        commands[-1] += [str(number), value]
+        in_last += len(value)
         size += len(value)
-    yield fields, size
+    yield commands, size
