@@ -17,8 +17,8 @@ from sgl_krul.store.redis.wire import Wire, WrongType, value_of
 
 __all__ = ["Writer"]
 
-ROUND_BYTES = 8 << 20  # written in one round trip
-COMMAND_BYTES = 2 << 20  # and by one command
+ROUND_BYTES = 12 << 20  # written in one round trip
+COMMAND_BYTES = 1 << 20  # and by one command
 TEMPORARY_TTL_MS = 60_000
 _STRIPES = 64
 
