@@ -1,8 +1,4 @@
-"""Write one session to a tier: plan which chunks are new, write them, commit with the manifest, drop the old.
-
-The order is the promise (invariant 2): a crash before the manifest leaves the old session, a crash after it
-the new one; chunks of neither are orphans for `sweep_session` to remove.
-"""
+"""Write one session to a tier: plan which chunks are new, and land them (`session.landing` has the order)."""
 
 from __future__ import annotations
 
@@ -22,16 +18,14 @@ from sgl_krul.codec.frame import (
     expect,
     token_digest,
 )
-from sgl_krul.errors import Corrupt, StoreError
+from sgl_krul.errors import Corrupt
 from sgl_krul.layout import KvLayout
-from sgl_krul.session.catalog import delete_quietly, read_manifest, sweep_session
+from sgl_krul.session.landing import Landing
 from sgl_krul.session.record import (
     MANIFEST_VERSION,
     ChunkRef,
     Manifest,
     chunk_key,
-    encode_manifest,
-    manifest_key,
     pack_tokens,
 )
 from sgl_krul.store.tier import Tier
@@ -142,71 +136,28 @@ def write_session(
     Raises:
         StoreFull, StoreUnavailable, LeaseHeld: the session is paused as before or not at all.
     """
-    previous = _previous_manifest(tier, snapshot)
-    generation = generation if previous is None else max(generation, previous.generation + 1)
     chunk_pages = max(1, chunk_tokens // snapshot.layout.page_size)
-    plans = plan_chunks(snapshot, previous, chunk_pages)
-    written: list[ChunkRef] = []
-    try:
-        chunks = _write_chunks(snapshot, plans, source, tier, generation, written)
+    with Landing(tier, snapshot.namespace, snapshot.digest) as landing:
+        previous = landing.previous
+        if previous is not None:
+            generation = max(generation, previous.generation + 1)
+        chunks: list[ChunkRef] = []
+        for plan in plan_chunks(snapshot, previous, chunk_pages):
+            if plan.reuse is not None and still_there(tier, plan.reuse, snapshot.namespace):
+                chunks.append(plan.reuse)
+                continue
+            with source.segments(plan.first_page, plan.pages) as segments:
+                if segments is None:
+                    break
+                chunks.append(_put_chunk(snapshot, plan, segments, landing, generation))
         manifest = _manifest(snapshot, generation, chunks, now())
-        stored = tier.put(manifest_key(snapshot.namespace, snapshot.digest), encode_manifest(manifest), [])
-    except BaseException:
-        _withdraw(tier, snapshot, generation, written)
-        raise
-    sweep_session(tier, manifest)
+        landing.commit(manifest)
     return PauseReport(
         manifest=manifest,
-        chunks_written=len(written),
-        chunks_kept=len(chunks) - len(written),
-        bytes_written=sum(ref.bytes for ref in written) + stored,
+        chunks_written=landing.puts,
+        chunks_kept=len(chunks) - landing.puts,
+        bytes_written=landing.bytes_written,
     )
-
-
-def _withdraw(tier: Tier, snapshot: Snapshot, generation: int, written: list[ChunkRef]) -> None:
-    """Take back the chunks of a failed pause. Best effort: what stays is an orphan, and a sweep takes it.
-
-    Unless the manifest is in place all the same: a tier may fail after its rename (the directory's fsync).
-    """
-    try:
-        current = _previous_manifest(tier, snapshot)
-    except StoreError:
-        return
-    if current is not None and current.generation == generation:
-        return
-    for ref in written:
-        delete_quietly(tier, ref.key)
-
-
-def _previous_manifest(tier: Tier, snapshot: Snapshot) -> Manifest | None:
-    """The manifest of the last pause; a damaged one counts as none (its chunks become orphans)."""
-    try:
-        return read_manifest(tier, snapshot.namespace, snapshot.digest)
-    except Corrupt:
-        return None
-
-
-def _write_chunks(
-    snapshot: Snapshot,
-    plans: list[ChunkPlan],
-    source: PageSource,
-    tier: Tier,
-    generation: int,
-    written: list[ChunkRef],
-) -> list[ChunkRef]:
-    """All chunks up to the first whose pages are gone; new ones are also entered in `written`."""
-    chunks: list[ChunkRef] = []
-    for plan in plans:
-        if plan.reuse is not None and still_there(tier, plan.reuse, snapshot.namespace):
-            chunks.append(plan.reuse)
-            continue
-        with source.segments(plan.first_page, plan.pages) as segments:
-            if segments is None:
-                break
-            ref = _put_chunk(snapshot, plan, segments, tier, generation)
-        written.append(ref)
-        chunks.append(ref)
-    return chunks
 
 
 def still_there(tier: Tier, ref: ChunkRef, namespace: str) -> bool:
@@ -228,7 +179,7 @@ def still_there(tier: Tier, ref: ChunkRef, namespace: str) -> bool:
 
 
 def _put_chunk(
-    snapshot: Snapshot, plan: ChunkPlan, segments: Segments, tier: Tier, generation: int
+    snapshot: Snapshot, plan: ChunkPlan, segments: Segments, landing: Landing, generation: int
 ) -> ChunkRef:
     size = snapshot.layout.page_size
     digest = token_digest(snapshot.token_ids[plan.first_page * size : (plan.first_page + plan.pages) * size])
@@ -242,16 +193,15 @@ def _put_chunk(
             segments=build_segments(segments, Mode.raw),
         )
     )
-    key = chunk_key(snapshot.namespace, snapshot.digest, generation, plan.index)
-    stored = tier.put(key, header, [buffer for layer in segments for buffer in layer])
-    return ChunkRef(
-        key=key,
+    ref = ChunkRef(
+        key=chunk_key(snapshot.namespace, snapshot.digest, generation, plan.index),
         pages=plan.pages,
         tokens=plan.tokens,
         last_page_hash=plan.last_page_hash,
         token_digest=digest,
-        bytes=stored,
+        bytes=0,  # the tier says
     )
+    return landing.put(ref, header, [buffer for layer in segments for buffer in layer])
 
 
 def _manifest(snapshot: Snapshot, generation: int, chunks: list[ChunkRef], paused_at: float) -> Manifest:

@@ -27,7 +27,18 @@ from sgl_krul.store.memory import MemoryTier, PageReservation, PinnedPages
 from sgl_krul.store.tier import Tier
 from sgl_krul.store.workers import Workers
 
-__all__ = ["RestoreReport", "Restorer"]
+__all__ = ["RestoreReport", "Restorer", "count_own_chunks"]
+
+
+def count_own_chunks(manifest: Manifest) -> int:
+    """How many leading chunks have the token digest of the manifest's own tokens; all, if it does not lie."""
+    token_ids = np.frombuffer(manifest.token_ids, "<i4")
+    end = 0
+    for count, ref in enumerate(manifest.chunks):
+        start, end = end, end + ref.tokens
+        if token_digest(token_ids[start:end]) != ref.token_digest:
+            return count
+    return len(manifest.chunks)
 
 
 @dataclass
@@ -145,16 +156,13 @@ class Restorer:
         return report
 
     def _chunks(self, manifest: Manifest) -> list[_Chunk]:
-        """The leading chunks whose token digest is that of the manifest's own tokens."""
-        hashes = manifest.hashes
-        token_ids = np.frombuffer(manifest.token_ids, "<i4")
-        chunks, page, token = [], 0, 0
-        for ref in manifest.chunks:
-            if token_digest(token_ids[token : token + ref.tokens]) != ref.token_digest:
-                break
-            keys = tuple(page_key(manifest.namespace, h) for h in hashes[page : page + ref.pages])
+        """The leading chunks that are of the manifest's own tokens, with the names of their pages."""
+        hashes, first = manifest.hashes, 0
+        chunks = []
+        for ref in manifest.chunks[: count_own_chunks(manifest)]:
+            keys = tuple(page_key(manifest.namespace, h) for h in hashes[first : first + ref.pages])
             chunks.append(_Chunk(ref, keys))
-            page, token = page + ref.pages, token + ref.tokens
+            first += ref.pages
         return chunks
 
     def _collect(self, chunk: _Chunk, future: Future[_Fetched], report: RestoreReport) -> None:

@@ -18,20 +18,18 @@ from pathlib import Path
 
 import msgpack
 import msgspec
-import numpy as np
 
-from sgl_krul.codec.frame import token_digest
-from sgl_krul.errors import BadArchive, Corrupt, InvalidSessionId, Missing, StoreUnavailable
+from sgl_krul.errors import BadArchive, Corrupt, Missing, StoreUnavailable
+from sgl_krul.restore.pipeline import count_own_chunks
 from sgl_krul.service.archive_file import MAGIC, VERSION, ArchiveReader, ArchiveWriter, Kind
-from sgl_krul.service.mover import Landing, Stopped, check_chunk, cut_text, leading, read_chunk
+from sgl_krul.service.mover import Stopped, check_chunk, cut_text, leading, read_chunk
+from sgl_krul.session.landing import Landing
 from sgl_krul.session.record import (
     ChunkRef,
     Manifest,
-    SessionKey,
     chunk_key,
     decode_manifest,
     encode_manifest,
-    validate_session_id,
 )
 from sgl_krul.store.root import as_store_error
 from sgl_krul.store.tier import Tier
@@ -307,24 +305,11 @@ def _own_names(data: bytes) -> tuple[str, str]:
 
 
 def _manifest_problem(manifest: Manifest) -> str | None:
-    """What only a manifest from outside can have wrong: the name of another session, or other tokens."""
-    try:
-        validate_session_id(manifest.session_id)
-    except InvalidSessionId as error:
-        return str(error)
+    """What decode_manifest was not told: whose this is, and whether the chunks are of these tokens."""
     if not _DIGEST.fullmatch(manifest.digest):
         return f"digest {manifest.digest[:80]!r}, expected 64 hex characters"
-    if not manifest.salted and SessionKey(manifest.session_id).digest != manifest.digest:
-        return f"digest {manifest.digest} is not that of session {manifest.session_id!r}"
-    if manifest.raw_bytes < 0:
-        return f"raw_bytes {manifest.raw_bytes}, expected 0 or more"
-    token_ids = np.frombuffer(manifest.token_ids, "<i4")
-    end = 0
-    for index, ref in enumerate(manifest.chunks):
-        start, end = end, end + ref.tokens
-        if token_digest(token_ids[start:end]) != ref.token_digest:
-            return f"chunk {index} is not of the session's tokens"
-    return None
+    own = count_own_chunks(manifest)
+    return None if own == len(manifest.chunks) else f"chunk {own} is not of the session's tokens"
 
 
 def _walk(reader: ArchiveReader, manifest: Manifest, visit: Visit) -> int:

@@ -19,7 +19,7 @@ from sgl_krul.session.catalog import (
     find_shared,
     read_manifest,
 )
-from sgl_krul.session.record import FORMAT_VERSION, Manifest, session_prefix
+from sgl_krul.session.record import FORMAT_VERSION, Manifest, parse_key, session_prefix
 from sgl_krul.session.registry import MEMORY, PausedCopy
 from sgl_krul.store.tier import CheckedTier
 from sgl_krul.store.tiered import TieredStore
@@ -202,7 +202,7 @@ class StoredCopies:
             if self.store.is_shared(tier):
                 continue
             for entry in tier.scan(f"v{FORMAT_VERSION}/{namespace}/"):
-                digest, _, name = entry.key.split("/", 2)[2].partition("/")
+                _, digest, name = parse_key(entry.key) or ("", "", "")
                 paused = resting.get(digest)
                 if name != "manifest" or paused is None or tier.name in paused.tiers:
                     continue

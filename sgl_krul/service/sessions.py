@@ -77,10 +77,9 @@ class SessionService:
         self._jobs = Jobs()
         self._holds: dict[str, _Hold] = {}
         self._tenants = Tenants(config.tenants, self.registry)
-        slow = (
-            _SHARED_PAUSERS if store.shared is not None else 1
-        )  # a pause to disk does not wait for a network
-        self._pausers = Workers("pause", max(config.pause.workers, slow))
+        # A pause to disk does not wait for one that waits for a network.
+        pausers = 1 if store.shared is None else _SHARED_PAUSERS
+        self._pausers = Workers("pause", max(config.pause.workers, pausers))
         self._resumers = Workers("resume", _RESUMERS)
         self._askers = Workers("resume-shared", _RESUMERS)  # apart: they wait for a network
         copies = StoredCopies(store)

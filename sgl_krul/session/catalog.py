@@ -11,6 +11,7 @@ from sgl_krul.session.record import (
     Manifest,
     decode_manifest,
     manifest_key,
+    parse_key,
     session_prefix,
 )
 from sgl_krul.session.registry import PausedCopy, Session, State
@@ -58,9 +59,9 @@ def find_sessions(tier: Tier, namespace: str, *, now: float, stale_ttl_s: float)
     catalog = Catalog()
     keys: dict[tuple[str, str], list[str]] = {}
     for entry in tier.scan(f"v{FORMAT_VERSION}/"):
-        parts = entry.key.split("/")
-        if len(parts) == 4:
-            keys.setdefault((parts[1], parts[2]), []).append(parts[3])
+        if (parsed := parse_key(entry.key)) is not None:
+            found, digest, name = parsed
+            keys.setdefault((found, digest), []).append(name)
     for (found, digest), names in sorted(keys.items(), key=lambda item: item[0][0] != namespace):
         if "manifest" not in names:
             catalog.orphans += _discard(tier, found, digest)
@@ -117,10 +118,9 @@ def find_shared(tier: Tier, namespace: str, seen: Mapping[str, float]) -> tuple[
     """
     catalog, now_seen = Catalog(), {}
     for entry in tier.scan(f"v{FORMAT_VERSION}/{namespace}/"):
-        parts = entry.key.split("/")
-        if len(parts) != 4 or parts[3] != "manifest":
+        _, digest, name = parse_key(entry.key) or ("", "", "")
+        if name != "manifest":
             continue
-        digest = parts[2]
         now_seen[digest] = entry.modified
         if seen.get(digest) == entry.modified:
             continue
@@ -168,8 +168,8 @@ def delete_everywhere(tier: Tier, digest: str) -> tuple[int, int]:
     Raises:
         StoreUnavailable: as for `delete_session`; what is left is found by the next call.
     """
-    parts = (entry.key.split("/") for entry in tier.scan(f"v{FORMAT_VERSION}/"))
-    namespaces = sorted({part[1] for part in parts if len(part) == 4 and part[2] == digest})
+    parsed = (parse_key(entry.key) for entry in tier.scan(f"v{FORMAT_VERSION}/"))
+    namespaces = sorted({parts[0] for parts in parsed if parts is not None and parts[1] == digest})
     gone = [delete_session(tier, namespace, digest) for namespace in namespaces]
     return sum(objects for objects, _ in gone), sum(size for _, size in gone)
 

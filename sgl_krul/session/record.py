@@ -27,6 +27,7 @@ __all__ = [
     "manifest_key",
     "pack_tokens",
     "page_key",
+    "parse_key",
     "session_prefix",
     "validate_session_id",
 ]
@@ -109,6 +110,12 @@ def manifest_key(namespace: str, digest: str) -> str:
 def chunk_key(namespace: str, digest: str, generation: int, index: int) -> str:
     """Store key of chunk `index` as written by pause number `generation`."""
     return f"{session_prefix(namespace, digest)}g{generation:08d}-c{index:06d}"
+
+
+def parse_key(key: str) -> tuple[str, str, str] | None:
+    """Namespace, digest and name of a session's object ("manifest" or a chunk's); None for any other key."""
+    parts = key.split("/")
+    return (parts[1], parts[2], parts[3]) if len(parts) == 4 else None
 
 
 def page_key(namespace: str, page_hash: str) -> str:
