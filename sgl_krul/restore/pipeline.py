@@ -1,10 +1,9 @@
 """Bring a paused session from slower tiers into the memory tier: read, verify, publish, chunk by chunk.
 
-Nothing from a store is trusted: the chunk's header must be the one the manifest promises (namespace, chained
-page hash, a digest of the manifest's own tokens, counts), and every segment must match its checksum before
-its pages can be found by anyone. A chunk that one tier has lost or damaged is taken from the next that has
-the session. What none of them has is a miss; the restore is cut there and the rest of the session is computed
-again (invariant 1).
+Nothing from a store is trusted: the chunk's header must be the one the manifest promises (`chunk_reader`),
+and every segment must match its checksum before its pages can be found by anyone. A chunk that one tier has
+lost or damaged is taken from the next that has the session. What none of them has is a miss; the restore is
+cut there and the rest of the session is computed again (invariant 1).
 """
 
 from __future__ import annotations
@@ -12,22 +11,29 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from threading import Event
+from typing import Protocol
 
-import msgspec
 import numpy as np
 
-from sgl_krul.codec.base import Mode
-from sgl_krul.codec.frame import ChunkHeader, decode_header, expect, token_digest, verify_segment
-from sgl_krul.errors import Corrupt, LeaseHeld, Missing, StoreError, StoreUnavailable
+from sgl_krul.codec.frame import token_digest, verify_segment
 from sgl_krul.layout import KvLayout
+from sgl_krul.restore.chunk_reader import (
+    READ_ERRORS,
+    ChunkCopies,
+    ChunkCopy,
+    ChunkReader,
+    keys_of,
+    names_in,
+    why_lost,
+)
 from sgl_krul.session.record import ChunkRef, Manifest, page_key
 from sgl_krul.store.memory import MemoryTier, PageReservation, PinnedPages
 from sgl_krul.store.tier import Tier
 from sgl_krul.store.workers import Workers
 
-__all__ = ["RestoreReport", "Restorer", "count_own_chunks"]
+__all__ = ["Pin", "RestoreReport", "Restorer", "count_own_chunks"]
 
 
 def count_own_chunks(manifest: Manifest) -> int:
@@ -41,11 +47,19 @@ def count_own_chunks(manifest: Manifest) -> int:
     return len(manifest.chunks)
 
 
+class Pin(Protocol):
+    """Pages that stay where they are until they are released."""
+
+    def release(self) -> None:
+        """Let them age like any others. Again: nothing."""
+        ...
+
+
 @dataclass
 class RestoreReport:
     """What a restore did. `cut` says why it ended early ("" when the whole session came), `miss` the same in
-    one word: missing, corrupt, unavailable, deadline, no_room, stale, cancelled. `origin` is the slowest tier
-    that bytes came from.
+    one word: missing, corrupt, unavailable, deadline, no_room, stale, partial, cancelled, recompute. `origin`
+    is the slowest tier that bytes came from.
     """
 
     manifest: Manifest | None = None
@@ -58,7 +72,7 @@ class RestoreReport:
     cut: str = ""
     miss: str = ""
     origin: str = ""
-    pins: list[PinnedPages] = field(default_factory=list)
+    pins: list[Pin] = field(default_factory=list)
 
     def end(self, miss: str, cut: str) -> None:
         """Nothing more comes, for this reason; the first one counts."""
@@ -72,11 +86,12 @@ class RestoreReport:
         self.pins.clear()
 
 
-Names = Mapping[str, Mapping[tuple[str, int], str]]  # tier -> (last page hash, pages) -> key of the chunk
-
-
 class _NoRoom(Exception):
     """The memory tier has no slot left that is not in use."""
+
+
+class _Partial(Exception):
+    """Of some layers of the chunk nothing is stored (paper mode): only the device can make them."""
 
 
 @dataclass(frozen=True)
@@ -125,10 +140,7 @@ class Restorer:
         `deadline` is in seconds of `clock`. After it, or when `cancelled` is set, no further chunk is begun.
         """
         report = RestoreReport(manifest=manifest)
-        names = {
-            tier: {(ref.last_page_hash, ref.pages): ref.key for ref in copy.chunks}
-            for tier, copy in (copies or {}).items()
-        }
+        reader, names = ChunkReader(self._tiers, self._layout, manifest.namespace), names_in(copies or {})
         waiting = deque(self._chunks(manifest))
         running: deque[tuple[_Chunk, Future[_Fetched]]] = deque()
         try:
@@ -139,9 +151,8 @@ class Restorer:
                         report.end(why, why)
                         break
                     chunk = waiting.popleft()
-                    running.append(
-                        (chunk, self._workers.submit(self._fetch, chunk, manifest.namespace, names))
-                    )
+                    there = reader.copies(chunk.ref, keys_of(chunk.ref, names))
+                    running.append((chunk, self._workers.submit(self._fetch, chunk, there)))
                 if not running:
                     break
                 self._collect(*running.popleft(), report)
@@ -169,16 +180,15 @@ class Restorer:
         """Enter one finished chunk in the report. Chunks after a cut are let go again."""
         try:
             fetched = future.result()
-        except Corrupt as error:
-            report.corrupt_chunks += 1
-            report.end("corrupt", f"corrupt chunk ({error})")
-        except Missing:
-            report.missing_chunks += 1
-            report.end("missing", "missing chunk")
-        except StoreUnavailable as error:
-            report.end("unavailable", f"store unavailable ({error})")
+        except READ_ERRORS as error:
+            miss, text = why_lost(error)
+            report.corrupt_chunks += miss == "corrupt"
+            report.missing_chunks += miss == "missing"
+            report.end(miss, text)
         except _NoRoom:
             report.end("no_room", "memory tier full")
+        except _Partial:
+            report.end("partial", "stored in paper mode: its first layers are recomputed on the device only")
         else:
             report.corrupt_chunks += fetched.damaged
             if report.cut:
@@ -194,41 +204,29 @@ class Restorer:
         names = ["", *(tier.name for tier in self._tiers)]
         return max(one, other, key=names.index)
 
-    def _fetch(self, chunk: _Chunk, namespace: str, names: Names) -> _Fetched:
+    def _fetch(self, chunk: _Chunk, copies: ChunkCopies) -> _Fetched:
         """The chunk from the first tier that has it intact; else what the fastest one's copy lacked."""
         pinned = self._memory.pin(chunk.keys)
         if pinned is not None:
             return _Fetched(pinned)
-        errors: list[StoreError] = []
-        for tier in self._tiers:
-            key = names.get(tier.name, {}).get((chunk.ref.last_page_hash, chunk.ref.pages), chunk.ref.key)
-            there = replace(chunk, ref=msgspec.structs.replace(chunk.ref, key=key))
+        while (copy := copies.open()) is not None:
             try:
-                pinned, bytes_read = self._fetch_from(tier, there, namespace)
-            except (Corrupt, Missing, StoreUnavailable) as error:
-                errors.append(error)
-                self._drop_if_damaged(tier, there, error)
+                pinned, bytes_read = self._fetch_from(copy, chunk)
+            except READ_ERRORS as error:
+                copies.failed(copy, error)
                 continue
-            damaged = sum(isinstance(error, Corrupt) for error in errors)
-            return _Fetched(pinned, bytes_read, tier.name, damaged)
-        raise next((error for error in errors if not isinstance(error, Missing)), errors[0])
+            return _Fetched(pinned, bytes_read, copy.tier.name, copies.damaged)
+        if chunk.ref.depth:
+            raise _Partial
+        raise copies.error
 
-    def _drop_if_damaged(self, tier: Tier, chunk: _Chunk, error: StoreError) -> None:
-        """Delete what can never be read again. Another version or identity stays: it may be wanted."""
-        if isinstance(error, Corrupt) and error.reason in ("checksum", "length"):
-            try:
-                tier.delete(chunk.ref.key)
-            except (StoreUnavailable, LeaseHeld):
-                return  # it stays, and stays a miss
-
-    def _fetch_from(self, tier: Tier, chunk: _Chunk, namespace: str) -> tuple[PinnedPages, int]:
-        """The chunk's pages in memory, verified and pinned, and the bytes read from `tier`."""
-        header = self._read_header(tier, chunk, namespace)
+    def _fetch_from(self, copy: ChunkCopy, chunk: _Chunk) -> tuple[PinnedPages, int]:
+        """The chunk's pages in memory, verified and pinned, and the bytes read."""
         reservation = self._memory.reserve(chunk.keys)
         if reservation is None:
             raise _NoRoom
         try:
-            bytes_read = self._read_body(tier, chunk, header, reservation)
+            bytes_read = self._read_body(copy, chunk, reservation)
         except BaseException:
             self._memory.abandon(reservation)
             raise
@@ -238,35 +236,13 @@ class Restorer:
             raise _NoRoom
         return pinned, bytes_read
 
-    def _read_header(self, tier: Tier, chunk: _Chunk, namespace: str) -> ChunkHeader:
-        data = tier.read_header(chunk.ref.key)
-        if data is None:
-            raise Missing(f"chunk {chunk.ref.key} has gone")
-        header = decode_header(data)
-        expect(
-            header,
-            namespace=namespace,
-            last_page_hash=chunk.ref.last_page_hash,
-            token_digest=chunk.ref.token_digest,
-            tokens=chunk.ref.tokens,
-        )
-        length = chunk.ref.pages * self._layout.page_segment_bytes
-        if len(header.segments) != self._layout.layers:
-            raise Corrupt(
-                "identity", f"{len(header.segments)} segments, this model has {self._layout.layers} layers"
-            )
-        for segment in header.segments:
-            if segment.mode is not Mode.raw or segment.length != length:
-                raise Corrupt("identity", f"segment of {segment.length} bytes in mode {segment.mode.value}")
-        return header
-
-    def _read_body(self, tier: Tier, chunk: _Chunk, header: ChunkHeader, reservation: PageReservation) -> int:
+    def _read_body(self, copy: ChunkCopy, chunk: _Chunk, reservation: PageReservation) -> int:
         """Read all segments straight into the reserved slots and check them; returns the bytes read."""
         buffers = self._targets(chunk, reservation)
-        tier.read_segments(chunk.ref.key, 0, [part for layer in buffers for part in layer])
-        for segment, layer in zip(header.segments, buffers, strict=True):
+        copy.tier.read_segments(copy.ref.key, 0, [part for layer in buffers for part in layer])
+        for segment, layer in zip(copy.header.segments, buffers, strict=True):
             verify_segment(segment, layer)
-        return sum(segment.length for segment in header.segments)
+        return sum(segment.length for segment in copy.header.segments)
 
     def _targets(self, chunk: _Chunk, reservation: PageReservation) -> list[list[memoryview]]:
         """Per layer the buffers to read into: runs of reserved slots, scratch for pages that are there."""
