@@ -12,8 +12,10 @@ from typing import Any
 from sglang.srt.mem_cache.hicache_storage import PoolName, PoolTransfer
 from sglang.srt.mem_cache.unified_cache.unified_cache_linker import UnifiedCacheLinker
 
+from sgl_krul.engine.device_queue import open_device
 from sgl_krul.engine.layer_load import LayerCounter, LayerLoad
 from sgl_krul.engine.pool import KvPages, Run
+from sgl_krul.engine.upload import open_upload
 from sgl_krul.engine.write_through import WriteThrough, device_pages
 from sgl_krul.session.record import page_key
 from sgl_krul.store.memory import MemoryTier, PinnedPages, runs
@@ -45,6 +47,7 @@ class KrulLinker(UnifiedCacheLinker):
         self.write_through = WriteThrough(pages, memory)
         self.suspended = False  # weights changed and the tree still holds KV of the old ones
         self._loaders = Workers("layer-load", 1)
+        self._upload = open_upload(pages, open_device(pages.device))
         self._queued: dict[str, tuple[PinnedPages, list[Run]]] = {}
 
     def lookup(self, rid: str, transfers: list[PoolTransfer]) -> list[int]:
@@ -65,7 +68,7 @@ class KrulLinker(UnifiedCacheLinker):
         """Start what was queued for the batch being built."""
         if not self._queued:
             return _IDLE
-        load = LayerLoad(self.pages, self.memory, list(self._queued.values()))
+        load = LayerLoad(self.pages, self.memory, list(self._queued.values()), self._upload)
         self._queued.clear()
         load.start(self._loaders)
         return self.layer_done_counter.add(load)

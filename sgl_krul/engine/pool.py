@@ -6,7 +6,7 @@ v_head_dim], in the pool's dtype and as bytes (the `raw` segment of one page).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -16,9 +16,10 @@ from numpy.typing import NDArray
 from sgl_krul.errors import UnsupportedServer
 from sgl_krul.layout import KvLayout
 
-__all__ = ["KvPages", "read_layout"]
+__all__ = ["KvPages", "Rows", "Run", "Runs", "read_layout"]
 
 Run = tuple[int, int, int]  # (first host row, first device page, pages)
+Runs = Sequence[Run]
 Rows = NDArray[np.uint8]  # [rows, page_segment_bytes]
 
 _DTYPES = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16"}
@@ -73,21 +74,33 @@ class KvPages:
         if self.device.type == "cpu" and layout.k_page_bytes == layout.v_page_bytes:
             self._both = [_side_by_side(k, v) for k, v in zip(self._k, self._v, strict=True)]
 
-    def to_device(self, layer: int, rows: Rows, runs: Sequence[Run]) -> None:
-        """Copy host rows into device pages for one layer."""
-        split = self.layout.k_page_bytes
+    def to_device(self, layer: int, rows: Rows, runs: Runs) -> None:
+        """Copy host rows into device pages for one layer. Elsewhere than on a CPU the caller's thread waits
+        until its current stream has come so far.
+        """
         if self._both:
+            split = self.layout.k_page_bytes
             for row, page, count in runs:
                 # Not copyto, which would go over K and then over V: .70 of a memcpy here, this is .90.
                 source = rows[row : row + count].reshape(count, 2, split)
                 np.positive(source, out=self._both[layer][page : page + count])
             return
+        for target, source in self.parts(layer, rows, runs):
+            self._copy_in(target, source)
+
+    def parts(self, layer: int, rows: Rows, runs: Runs) -> Iterator[tuple[Any, Rows]]:
+        """The copies that runs of one layer come to: device pages and the host bytes for them.
+
+        Both are uint8 [pages, bytes of K or of V in a page], K and V of a run apart; the first is a NumPy
+        view on a CPU, else a tensor view, the second a NumPy view that is not contiguous.
+        """
+        split = self.layout.k_page_bytes
         for row, page, count in runs:
             source = rows[row : row + count]
-            self._copy_in(self._k[layer], page, source[:, :split])
-            self._copy_in(self._v[layer], page, source[:, split:])
+            yield self._k[layer][page : page + count], source[:, :split]
+            yield self._v[layer][page : page + count], source[:, split:]
 
-    def to_host(self, layer: int, rows: Rows, runs: Sequence[Run]) -> None:
+    def to_host(self, layer: int, rows: Rows, runs: Runs) -> None:
         """Copy device pages into host rows for one layer."""
         split = self.layout.k_page_bytes
         for row, page, count in runs:
@@ -104,11 +117,11 @@ class KvPages:
             )
         return flat.numpy() if self.device.type == "cpu" else flat
 
-    def _copy_in(self, pages: Any, page: int, source: Rows) -> None:
+    def _copy_in(self, target: Any, source: Rows) -> None:
         if self.device.type == "cpu":
-            np.copyto(pages[page : page + len(source)], source)
+            np.copyto(target, source)
         else:
-            pages[page : page + len(source)].copy_(torch.from_numpy(source))
+            target.copy_(torch.from_numpy(source))
 
     def _copy_out(self, pages: Any, page: int, target: Rows) -> None:
         if self.device.type == "cpu":

@@ -4,82 +4,29 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Iterator, Sequence
 
-import numpy as np
 import pytest
 
 from sgl_krul.engine.layer_load import LayerCounter, LayerLoad
-from sgl_krul.store.memory import MemoryTier, PinnedPages, runs
-from sgl_krul.store.workers import Workers
-from tests.pools import KvPages, fill_rows, make_pool, page_bytes, pages_of
-from tests.sessions import free_slots
-
-SLOTS = 8
-LOADER = "krul-test-loader"
-
-
-class Watched(KvPages):
-    """Pages that call `on_copy(layer, is the loader's thread)` before each copy to the device."""
-
-    on_copy: Callable[[int, bool], None] = staticmethod(lambda layer, loader: None)
-
-    def to_device(self, layer: int, rows: Any, moves: Sequence[tuple[int, int, int]]) -> None:
-        """See KvPages."""
-        self.on_copy(layer, threading.current_thread().name.startswith(LOADER))
-        super().to_device(layer, rows, moves)
-
-
-@dataclass
-class Bench:
-    """Eight pages in memory, and a device to bring them to."""
-
-    pool: Any
-    pages: Watched
-    memory: MemoryTier
-    rows: list[Any]
-    workers: Workers
-
-    def pin(self, keys: Sequence[str]) -> PinnedPages:
-        """Pin pages."""
-        pinned = self.memory.pin(keys)
-        assert pinned is not None
-        return pinned
-
-    def load(self, keys: Sequence[str], targets: Sequence[int]) -> LayerLoad:
-        """A load of pages (by key) to device pages; not started."""
-        pinned = self.pin(keys)
-        moves = runs(pinned.slots, np.array(targets, np.int64))
-        return LayerLoad(self.pages, self.memory, [(pinned, moves)])
-
-    def landed(self, layer: int, keys: Sequence[str], targets: Sequence[int]) -> bool:
-        """Whether one layer of the pages is on the device."""
-        wanted = [self.rows[layer][int(key)].tobytes() for key in keys]
-        return wanted == [page_bytes(self.pool, layer, target) for target in targets]
-
+from tests.layer_loads import LoadBench, open_bench
 
 KEYS, TARGETS = ["0", "1", "5", "3"], [4, 5, 2, 9]
 
 
 @pytest.fixture
-def bench() -> Iterator[Bench]:
-    pool = make_pool()
-    _, layout = pages_of(pool)
-    memory = MemoryTier(layout.layers, layout.page_segment_bytes, SLOTS * layout.page_bytes)
-    rows = fill_rows(layout, SLOTS)
-    for page in range(SLOTS):
-        memory.put(str(page), b"", [layer[page].tobytes() for layer in rows])
-    workers = Workers("test-loader", 1)
-    yield Bench(pool, Watched(pool, layout), memory, rows, workers)
-    workers.close()
-    assert memory.check() == []
-    assert free_slots(memory) == SLOTS  # nothing stays pinned
+def bench() -> Iterator[LoadBench]:
+    with open_bench() as bench:
+        yield bench
 
 
-def test_every_layer_is_there_when_it_is_waited_for(bench: Bench) -> None:
-    load = bench.load(KEYS, TARGETS)
+def load_of(bench: LoadBench, keys: Sequence[str], targets: Sequence[int]) -> LayerLoad:
+    """A load of pages (by key) to device pages; not started."""
+    return LayerLoad(bench.pages, bench.memory, [bench.part(keys, targets)])
+
+
+def test_every_layer_is_there_when_it_is_waited_for(bench: LoadBench) -> None:
+    load = load_of(bench, KEYS, TARGETS)
     load.start(bench.workers)
     for layer in range(3):
         load.wait(layer, 5.0)
@@ -88,10 +35,9 @@ def test_every_layer_is_there_when_it_is_waited_for(bench: Bench) -> None:
     assert load.takeovers == 0
 
 
-def test_several_requests_are_one_load(bench: Bench) -> None:
+def test_several_requests_are_one_load(bench: LoadBench) -> None:
     parts = [(["0", "1"], [3, 4]), (["7"], [0]), (["2", "6", "4"], [8, 7, 6])]
-    loads = [(pinned := bench.pin(keys), runs(pinned.slots, np.array(to, np.int64))) for keys, to in parts]
-    load = LayerLoad(bench.pages, bench.memory, loads)
+    load = LayerLoad(bench.pages, bench.memory, [bench.part(keys, to) for keys, to in parts])
     load.start(bench.workers)
     load.finish()
     for layer in range(3):
@@ -99,7 +45,7 @@ def test_several_requests_are_one_load(bench: Bench) -> None:
             assert bench.landed(layer, keys, targets)
 
 
-def test_a_slow_loader_is_taken_over_from(bench: Bench) -> None:
+def test_a_slow_loader_is_taken_over_from(bench: LoadBench) -> None:
     """The forward waits for max_wait_s at most, then copies the layer; the loader's copy does no harm."""
     go = threading.Event()
 
@@ -108,7 +54,7 @@ def test_a_slow_loader_is_taken_over_from(bench: Bench) -> None:
             assert go.wait(20)
 
     bench.pages.on_copy = stall
-    load = bench.load(KEYS, TARGETS)
+    load = load_of(bench, KEYS, TARGETS)
     load.start(bench.workers)
     for layer in range(3):
         begin = time.monotonic()
@@ -123,7 +69,7 @@ def test_a_slow_loader_is_taken_over_from(bench: Bench) -> None:
 
 
 @pytest.mark.parametrize("broken", [0, 1, 2])
-def test_a_loader_that_fails_is_taken_over_from_at_once(bench: Bench, broken: int) -> None:
+def test_a_loader_that_fails_is_taken_over_from_at_once(bench: LoadBench, broken: int) -> None:
     """Whoever waits does not wait for it again in every layer."""
 
     def fail(layer: int, loader: bool) -> None:
@@ -131,7 +77,7 @@ def test_a_loader_that_fails_is_taken_over_from_at_once(bench: Bench, broken: in
             raise RuntimeError("a bug in the loader")
 
     bench.pages.on_copy = fail
-    load = bench.load(KEYS, TARGETS)
+    load = load_of(bench, KEYS, TARGETS)
     load.start(bench.workers)
     while bench.workers.pending:
         time.sleep(0.001)
@@ -145,19 +91,19 @@ def test_a_loader_that_fails_is_taken_over_from_at_once(bench: Bench, broken: in
 
 
 @pytest.mark.parametrize("broken", [0, 2])
-def test_finish_brings_what_a_failed_loader_did_not(bench: Bench, broken: int) -> None:
+def test_finish_brings_what_a_failed_loader_did_not(bench: LoadBench, broken: int) -> None:
     def fail(layer: int, loader: bool) -> None:
         if loader and layer == broken:
             raise RuntimeError("a bug in the loader")
 
     bench.pages.on_copy = fail
-    load = bench.load(KEYS, TARGETS)
+    load = load_of(bench, KEYS, TARGETS)
     load.start(bench.workers)
     load.finish()
     assert all(bench.landed(layer, KEYS, TARGETS) for layer in range(3))
 
 
-def test_finish_waits_for_the_loader(bench: Bench) -> None:
+def test_finish_waits_for_the_loader(bench: LoadBench) -> None:
     go = threading.Event()
     ended = threading.Event()
 
@@ -165,7 +111,7 @@ def test_finish_waits_for_the_loader(bench: Bench) -> None:
         assert go.wait(20)
 
     bench.pages.on_copy = stall
-    load = bench.load(KEYS, TARGETS)
+    load = load_of(bench, KEYS, TARGETS)
     load.start(bench.workers)
 
     def finish() -> None:
@@ -184,9 +130,9 @@ def test_finish_waits_for_the_loader(bench: Bench) -> None:
 # -- the counter --
 
 
-def test_the_counter_knows_whose_layer_is_asked_for(bench: Bench) -> None:
+def test_the_counter_knows_whose_layer_is_asked_for(bench: LoadBench) -> None:
     counter = LayerCounter(5.0)
-    one, two = bench.load(["0", "1"], [3, 4]), bench.load(["2"], [7])
+    one, two = load_of(bench, ["0", "1"], [3, 4]), load_of(bench, ["2"], [7])
     first, second = counter.add(one), counter.add(two)
     assert first != second
     for load in (one, two):
@@ -207,7 +153,7 @@ def test_the_counter_knows_whose_layer_is_asked_for(bench: Bench) -> None:
     assert counter.takeovers == 0
 
 
-def test_the_counter_adds_up_takeovers(bench: Bench) -> None:
+def test_the_counter_adds_up_takeovers(bench: LoadBench) -> None:
     go = threading.Event()
 
     def stall(layer: int, loader: bool) -> None:
@@ -216,12 +162,78 @@ def test_the_counter_adds_up_takeovers(bench: Bench) -> None:
 
     bench.pages.on_copy = stall
     counter = LayerCounter(0.001)
-    load = bench.load(KEYS, TARGETS)
+    load = load_of(bench, KEYS, TARGETS)
     load.start(bench.workers)
     counter.set_consumer(counter.add(load))
     for layer in range(3):
         counter.wait_until(layer)
         assert bench.landed(layer, KEYS, TARGETS)
     go.set()
+    assert counter.check() == ["batch 0: its load was never finished"]
     counter.reset()
     assert counter.takeovers == 3
+    assert counter.check() == []
+
+
+def test_the_last_layer_means_all_of_them(bench: LoadBench) -> None:
+    """A prefill replayed as one CUDA graph waits for the last layer alone (`_wait_for_layer_loads`)."""
+    go = threading.Event()
+
+    def stall(layer: int, loader: bool) -> None:
+        if loader and layer == 1:
+            assert go.wait(20)
+
+    bench.pages.on_copy = stall
+    counter = LayerCounter(0.01)
+    assert (counter.consumer_index, counter.num_layers) == (-1, 0)
+    load = load_of(bench, KEYS, TARGETS)
+    load.start(bench.workers)
+    index = counter.add(load)
+    counter.set_consumer(index)
+    assert (counter.consumer_index, counter.num_layers) == (index, 3)
+    counter.wait_until(2)
+    assert all(bench.landed(layer, KEYS, TARGETS) for layer in range(3))
+    go.set()
+    counter.finish(index)
+    assert counter.consumer_index == -1
+    assert counter.takeovers == 2
+
+
+def test_a_failure_wakes_who_waits(bench: LoadBench) -> None:
+    """The forward is waiting already when the loader fails: it does not wait out its time."""
+    go = threading.Event()
+
+    def fail(layer: int, loader: bool) -> None:
+        if loader:
+            assert go.wait(20)
+            raise RuntimeError("a bug in the loader")
+
+    bench.pages.on_copy = fail
+    load = load_of(bench, KEYS, TARGETS)
+    load.start(bench.workers)
+    threading.Timer(0.05, go.set).start()
+    begin = time.monotonic()
+    load.wait(0, 15.0)
+    assert time.monotonic() - begin < 10.0
+    assert bench.landed(0, KEYS, TARGETS)
+    load.finish()
+
+
+def test_the_loader_leaves_out_what_was_taken_over(bench: LoadBench) -> None:
+    """It gets ahead of the forward again."""
+    go = threading.Event()
+    copied: list[int] = []
+
+    def stall(layer: int, loader: bool) -> None:
+        if loader:
+            copied.append(layer)
+            assert go.wait(20)
+
+    bench.pages.on_copy = stall
+    load = load_of(bench, KEYS, TARGETS)
+    load.start(bench.workers)
+    for layer in (0, 1):
+        load.wait(layer, 0.01)
+    go.set()
+    load.finish()
+    assert copied == [0, 2]
