@@ -3,6 +3,9 @@
 On the wire a header is msgpack: [version, xxh3_64 of the payload, payload]. The payload is msgpack itself, a
 map of the fields of ChunkHeader in their order, a segment being [mode, offset, length, checksum].
 Only the one encoding that `encode_header` gives is accepted.
+
+A layer in mode `recompute` is not stored: its segment has no bytes, and it is one of the first layers, since
+what is recomputed at resume runs through the model from layer 0 on.
 """
 
 from __future__ import annotations
@@ -28,6 +31,8 @@ __all__ = [
     "FORMAT_VERSION",
     "MAX_SEGMENTS",
     "MAX_TOKENS",
+    "PAPER_PLAN",
+    "RAW_PLAN",
     "ChunkHeader",
     "SegmentEntry",
     "build_segments",
@@ -42,11 +47,14 @@ FORMAT_VERSION = 1
 MAX_SEGMENTS = 4096
 MAX_TOKENS = 1 << 20
 MAX_BODY_BYTES = 1 << 40
+RAW_PLAN = "raw"  # layer plan: every layer is stored
+PAPER_PLAN = "paper"  # layer plan: the first layers of the chunk are not stored
 _MAX_TEXT = 128
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 _TEXT = re.compile(r"[\x21-\x7e]+")
 _FIELDS = ("namespace", "last_page_hash", "token_digest", "tokens", "plan_id", "segments")
 _MODES = {mode.value: mode for mode in Mode}
+_NOTHING = xxhash.xxh3_64_intdigest(b"")  # the checksum of a segment without bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +81,11 @@ class ChunkHeader:
     tokens: int
     plan_id: str
     segments: tuple[SegmentEntry, ...]
+
+    @property
+    def depth(self) -> int:
+        """How many leading layers are not stored."""
+        return sum(entry.mode is Mode.recompute for entry in self.segments)
 
 
 def encode_header(header: ChunkHeader) -> bytes:
@@ -140,13 +153,17 @@ def _field_problem(raw: Any) -> str | None:
         return f"token_digest {str(digest)[:80]!r}: expected 64 hex characters"
     if not _is_int(raw["tokens"], 1, MAX_TOKENS):
         return f"tokens {str(raw['tokens'])[:80]}: expected 1 to {MAX_TOKENS}"
-    return _segments_problem(raw["segments"])
+    problem = _segments_problem(raw["segments"])
+    if problem is None and raw["plan_id"] == RAW_PLAN and raw["segments"][0][0] == Mode.recompute:
+        return f"segment 0: mode recompute under the plan {RAW_PLAN}, which stores every layer"
+    return problem
 
 
 def _segments_problem(segments: Any) -> str | None:
     if type(segments) is not list or not 1 <= len(segments) <= MAX_SEGMENTS:
         return f"segments: expected a list of 1 to {MAX_SEGMENTS}"
     end = 0
+    leading = True  # nothing but `recompute` so far
     for index, segment in enumerate(segments):
         if type(segment) is not list or len(segment) != 4:
             return f"segment {index}: expected [mode, offset, length, checksum]"
@@ -159,8 +176,23 @@ def _segments_problem(segments: Any) -> str | None:
             return f"segment {index}: length {str(length)[:80]}, expected 0 to {MAX_BODY_BYTES - end}"
         if not _is_int(checksum, 0, (1 << 64) - 1):
             return f"segment {index}: checksum {str(checksum)[:80]}, expected 64 bits"
+        problem = _mode_problem(mode, length, checksum, leading)
+        if problem:
+            return f"segment {index}: mode {mode} {problem}"
+        leading = leading and mode == Mode.recompute
         end += length
     return None
+
+
+def _mode_problem(mode: str, length: int, checksum: int, leading: bool) -> str | None:
+    """What is wrong with a segment of this mode; `leading`: all layers before it are recomputed."""
+    if mode == Mode.raw and not length:
+        return "without bytes"
+    if mode != Mode.recompute:
+        return None
+    if length or checksum != _NOTHING:
+        return f"with {length} bytes and checksum {checksum:016x}, expected none and {_NOTHING:016x}"
+    return None if leading else "after a layer that is stored"
 
 
 def _is_int(value: Any, low: int, high: int) -> bool:
@@ -184,11 +216,16 @@ def _digest(buffers: Iterable[Buffer]) -> tuple[int, int]:
     return length, state.intdigest()
 
 
-def build_segments(per_layer_buffers: Sequence[Sequence[Buffer]], mode: Mode) -> tuple[SegmentEntry, ...]:
-    """The entries of a chunk: layer l is stored as the buffers `per_layer_buffers[l]` one after another."""
-    entries = []
+def build_segments(
+    per_layer_buffers: Sequence[Sequence[Buffer]], mode: Mode, *, depth: int = 0
+) -> tuple[SegmentEntry, ...]:
+    """The entries of a chunk: layer l is stored as the buffers `per_layer_buffers[l]` one after another.
+
+    The first `depth` layers are not stored; their buffers are not looked at.
+    """
+    entries = [SegmentEntry(Mode.recompute, 0, 0, _NOTHING)] * depth
     offset = 0
-    for buffers in per_layer_buffers:
+    for buffers in per_layer_buffers[depth:]:
         length, checksum = _digest(buffers)
         entries.append(SegmentEntry(mode, offset, length, checksum))
         offset += length

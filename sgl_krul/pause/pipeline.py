@@ -1,4 +1,7 @@
-"""Write one session to a tier: plan which chunks are new, and land them (`session.landing` has the order)."""
+"""Write one session to a tier: plan which chunks are new, and land them (`session.landing` has the order).
+
+In paper mode the first layers of a chunk, as many as its depth says, are not stored (see `paper`).
+"""
 
 from __future__ import annotations
 
@@ -11,6 +14,8 @@ import msgspec
 
 from sgl_krul.codec.base import Mode
 from sgl_krul.codec.frame import (
+    PAPER_PLAN,
+    RAW_PLAN,
     ChunkHeader,
     build_segments,
     decode_header,
@@ -20,6 +25,7 @@ from sgl_krul.codec.frame import (
 )
 from sgl_krul.errors import Corrupt
 from sgl_krul.layout import KvLayout
+from sgl_krul.pause.paper import falling, settle_depths
 from sgl_krul.session.landing import Landing
 from sgl_krul.session.record import (
     MANIFEST_VERSION,
@@ -33,18 +39,20 @@ from sgl_krul.store.tier import Tier
 __all__ = [
     "RAW_PLAN",
     "ChunkPlan",
+    "Depths",
     "PageSource",
     "PauseReport",
     "Segments",
     "Snapshot",
+    "kept_depths",
     "plan_chunks",
     "still_there",
     "write_session",
 ]
 
-RAW_PLAN = "raw"  # the only layer plan so far: every layer of every chunk is stored as it is
-
 Segments = Sequence[Sequence[memoryview]]
+Depths = Callable[[Sequence[int]], Sequence[int]]
+"""From the tokens of each chunk to how many leading layers of each are not stored; never rising."""
 
 
 class PageSource(Protocol):
@@ -127,13 +135,18 @@ def write_session(
     chunk_tokens: int,
     now: Callable[[], float],
     generation: int = 1,
+    depths: Depths | None = None,
 ) -> PauseReport:
     """Pause one session into `tier`. Blocks on I/O: call it from a worker.
 
     Pages are stored up to the first one that `source` does not have; the rest is recomputed at resume.
     `generation` is the least that the new manifest may have: copies in other tiers may be ahead.
+    `depths` None stores every layer, and a chunk that an earlier pause stored without its first ones is
+    written anew (or ends what is stored, if `source` does not have it). With `depths` such a chunk stays as
+    it is, and so does a whole one; those after it are then stored no deeper.
 
     Raises:
+        ValueError: `depths` gives other than a number of layers for each chunk, or rising ones.
         StoreFull, StoreUnavailable, LeaseHeld: the session is paused as before or not at all.
     """
     chunk_pages = max(1, chunk_tokens // snapshot.layout.page_size)
@@ -141,15 +154,18 @@ def write_session(
         previous = landing.previous
         if previous is not None:
             generation = max(generation, previous.generation + 1)
+        plans = plan_chunks(snapshot, previous, chunk_pages)
+        wanted = _wanted_depths(plans, depths, snapshot.layout.layers)
+        deepest = 0 if depths is None else snapshot.layout.layers
+        kept = kept_depths(plans, tier, snapshot.namespace, deepest=deepest)
         chunks: list[ChunkRef] = []
-        for plan in plan_chunks(snapshot, previous, chunk_pages):
-            if plan.reuse is not None and still_there(tier, plan.reuse, snapshot.namespace):
-                chunks.append(plan.reuse)
-                continue
-            with source.segments(plan.first_page, plan.pages) as segments:
-                if segments is None:
-                    break
-                chunks.append(_put_chunk(snapshot, plan, segments, landing, generation))
+        for plan, stays, depth in zip(plans, kept, settle_depths(wanted, kept), strict=True):
+            ref = plan.reuse if stays is not None else None
+            if ref is None:
+                ref = _store_chunk(snapshot, plan, source, landing, generation, depth)
+            if ref is None:
+                break
+            chunks.append(ref)
         manifest = _manifest(snapshot, generation, chunks, now())
         landing.commit(manifest)
     return PauseReport(
@@ -160,14 +176,45 @@ def write_session(
     )
 
 
+def _wanted_depths(plans: Sequence[ChunkPlan], depths: Depths | None, layers: int) -> Sequence[int]:
+    """What `depths` gives for the chunks, checked."""
+    if depths is None:
+        return [0] * len(plans)
+    wanted = depths([plan.tokens for plan in plans])
+    if len(wanted) != len(plans) or not falling(wanted) or not all(0 <= depth <= layers for depth in wanted):
+        raise ValueError(
+            f"depths {list(wanted)[:8]}: expected {len(plans)} of 0 to {layers}, none above the one before"
+        )
+    return wanted
+
+
+def kept_depths(plans: Sequence[ChunkPlan], tier: Tier, namespace: str, *, deepest: int) -> list[int | None]:
+    """The depth of each chunk that can stay as it is in the tier; None for those that are to be written.
+
+    A chunk deeper than `deepest`, or than one that stays before it, does not stay.
+
+    Raises:
+        StoreUnavailable
+    """
+    kept: list[int | None] = []
+    for ref in (plan.reuse for plan in plans):
+        if ref is None or ref.depth > deepest or not still_there(tier, ref, namespace):
+            kept.append(None)
+        else:
+            kept.append(ref.depth)
+            deepest = ref.depth
+    return kept
+
+
 def still_there(tier: Tier, ref: ChunkRef, namespace: str) -> bool:
     """A reused chunk must still be what the manifest calls it (segments are checked when they are read)."""
     try:
         data = tier.read_header(ref.key)
         if data is None:
             return False
+        header = decode_header(data)
         expect(
-            decode_header(data),
+            header,
             namespace=namespace,
             last_page_hash=ref.last_page_hash,
             token_digest=ref.token_digest,
@@ -175,11 +222,24 @@ def still_there(tier: Tier, ref: ChunkRef, namespace: str) -> bool:
         )
     except Corrupt:
         return False
-    return True
+    return header.depth == ref.depth
+
+
+def _store_chunk(
+    snapshot: Snapshot, plan: ChunkPlan, source: PageSource, landing: Landing, generation: int, depth: int
+) -> ChunkRef | None:
+    """Write a chunk without its first `depth` layers; None when `source` does not have its pages."""
+    layers = snapshot.layout.layers
+    if depth == layers:  # nothing of it is stored, so nothing is asked for
+        return _put_chunk(snapshot, plan, [()] * layers, landing, generation, depth)
+    with source.segments(plan.first_page, plan.pages) as segments:
+        if segments is None:
+            return None
+        return _put_chunk(snapshot, plan, segments, landing, generation, depth)
 
 
 def _put_chunk(
-    snapshot: Snapshot, plan: ChunkPlan, segments: Segments, landing: Landing, generation: int
+    snapshot: Snapshot, plan: ChunkPlan, segments: Segments, landing: Landing, generation: int, depth: int
 ) -> ChunkRef:
     size = snapshot.layout.page_size
     digest = token_digest(snapshot.token_ids[plan.first_page * size : (plan.first_page + plan.pages) * size])
@@ -189,8 +249,8 @@ def _put_chunk(
             last_page_hash=plan.last_page_hash,
             token_digest=digest,
             tokens=plan.tokens,
-            plan_id=RAW_PLAN,
-            segments=build_segments(segments, Mode.raw),
+            plan_id=PAPER_PLAN if depth else RAW_PLAN,
+            segments=build_segments(segments, Mode.raw, depth=depth),
         )
     )
     ref = ChunkRef(
@@ -200,8 +260,9 @@ def _put_chunk(
         last_page_hash=plan.last_page_hash,
         token_digest=digest,
         bytes=0,  # the tier says
+        depth=depth,
     )
-    return landing.put(ref, header, [buffer for layer in segments for buffer in layer])
+    return landing.put(ref, header, [buffer for layer in segments[depth:] for buffer in layer])
 
 
 def _manifest(snapshot: Snapshot, generation: int, chunks: list[ChunkRef], paused_at: float) -> Manifest:

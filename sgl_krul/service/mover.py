@@ -87,7 +87,8 @@ def _place(manifest: Manifest, previous: Manifest | None) -> tuple[int, list[str
     """The generation in the target, and the key of each chunk there. Pure.
 
     Both are the source's, unless the target's session has another chunk under one of the keys (two servers
-    paused the session each for itself): that one must stay until the new manifest is in place.
+    paused the session each for itself), or the same with other layers left out: that one must stay until the
+    new manifest is in place.
     """
     keys = [ref.key for ref in manifest.chunks]
     if previous is None:
@@ -101,8 +102,8 @@ def _place(manifest: Manifest, previous: Manifest | None) -> tuple[int, list[str
     return generation, [new if clash else key for new, key, clash in zip(fresh, keys, taken, strict=True)]
 
 
-def _identity(ref: ChunkRef) -> tuple[str, str, int, int]:
-    return ref.last_page_hash, ref.token_digest, ref.pages, ref.tokens
+def _identity(ref: ChunkRef) -> tuple[str, str, int, int, int]:
+    return ref.last_page_hash, ref.token_digest, ref.pages, ref.tokens, ref.depth
 
 
 def _copy_chunk(
@@ -127,7 +128,8 @@ def check_chunk(data: bytes, namespace: str, ref: ChunkRef) -> ChunkHeader:
     """The chunk header in `data`, if it is that of the chunk `ref` names.
 
     Raises:
-        Corrupt: damaged, another chunk's, or of a body longer than the whole chunk is said to be.
+        Corrupt: damaged, another chunk's, of another depth, or of a body longer than the whole chunk is said
+            to be.
     """
     header = decode_header(data)
     expect(
@@ -137,6 +139,8 @@ def check_chunk(data: bytes, namespace: str, ref: ChunkRef) -> ChunkHeader:
         token_digest=ref.token_digest,
         tokens=ref.tokens,
     )
+    if header.depth != ref.depth:
+        raise Corrupt("identity", f"{header.depth} layers are not stored, expected {ref.depth}")
     length = sum(segment.length for segment in header.segments)
     if length > ref.bytes:  # before anyone makes room for it
         raise Corrupt("length", f"body of {length} bytes, the manifest has {ref.bytes} for the chunk")

@@ -7,6 +7,7 @@ import re
 import unicodedata
 from array import array
 from collections.abc import Mapping
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import msgpack
@@ -38,6 +39,7 @@ MAX_SESSION_ID_CHARACTERS = 256
 MAX_TOKENS = 1 << 27
 _MAX_GENERATION = 1 << 40
 _MAX_BYTES = 1 << 60
+_MAX_LAYERS = 4096
 _MAX_PAUSED_AT = 1e11  # seconds; the year 5138
 _CHUNK_NAME = re.compile(r"g[0-9]{8,}-c[0-9]{6,}")
 
@@ -139,7 +141,9 @@ def common_tokens(a: array[int], b: array[int]) -> int:
 
 
 class ChunkRef(msgspec.Struct, frozen=True, array_like=True):
-    """A chunk as the manifest names it. `bytes` is what it takes in the store, header included."""
+    """A chunk as the manifest names it. `bytes` is what it takes in the store, header included; of its first
+    `depth` layers nothing is stored (paper mode).
+    """
 
     key: str
     pages: int
@@ -147,6 +151,7 @@ class ChunkRef(msgspec.Struct, frozen=True, array_like=True):
     last_page_hash: str
     token_digest: str
     bytes: int
+    depth: int = 0
 
 
 class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -187,6 +192,11 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     def stored_tokens(self) -> int:
         """Leading tokens whose KV is stored."""
         return sum(chunk.tokens for chunk in self.chunks)
+
+    @property
+    def layer_plan(self) -> str:
+        """ "paper" where first layers of chunks are not stored, else "raw"."""
+        return "paper" if any(chunk.depth for chunk in self.chunks) else "raw"
 
     @property
     def hashes(self) -> tuple[str, ...]:
@@ -278,6 +288,10 @@ def _wrong_chunks(manifest: Manifest) -> str | None:
         return "a chunk whose tokens and pages disagree"
     if not all(0 <= chunk.bytes <= _MAX_BYTES for chunk in chunks):
         return "a chunk of so many bytes as there cannot be"
+    if not all(0 <= chunk.depth <= _MAX_LAYERS for chunk in chunks):
+        return "a chunk with a depth that no model has"
+    if any(before.depth < chunk.depth for before, chunk in pairwise(chunks)):
+        return "a chunk that leaves out more layers than the one before it"
     if pages * 32 > len(manifest.page_hashes):
         return f"{pages} stored pages of {len(manifest.page_hashes) // 32}"
     if not all(_CHUNK_NAME.fullmatch(chunk.key.removeprefix(prefix)) for chunk in chunks):

@@ -45,6 +45,7 @@ class PausedCopy:
     stored_bytes: int
     exact: bool
     paused_at: float
+    layer_plan: str = "raw"
 
     @classmethod
     def of(cls, manifest: Manifest, *tiers: str) -> PausedCopy:
@@ -59,6 +60,7 @@ class PausedCopy:
             stored_bytes=manifest.stored_bytes,
             exact=manifest.exact,
             paused_at=manifest.paused_at,
+            layer_plan=manifest.layer_plan,
         )
 
     @classmethod

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import pairwise
 
 import msgpack
@@ -19,24 +20,29 @@ from sgl_krul.codec import (
     encode_header,
     verify_segment,
 )
+from sgl_krul.codec.frame import RAW_PLAN
 from sgl_krul.errors import Corrupt
 
+NOTHING = xxhash.xxh3_64_intdigest(b"")
 TEXT = st.text(st.characters(min_codepoint=0x21, max_codepoint=0x7E), min_size=1, max_size=40)
 BUFFERS = st.lists(st.binary(max_size=40), max_size=4)
 
 
 @st.composite
 def headers(draw: st.DrawFn) -> ChunkHeader:
+    depth = draw(st.integers(0, 4))
+    stored = st.sampled_from([mode for mode in Mode if mode is not Mode.recompute])
     parts = draw(
         st.lists(
-            st.tuples(st.sampled_from(Mode), st.integers(0, 1 << 30), st.integers(0, (1 << 64) - 1)),
-            min_size=1,
-            max_size=8,
+            st.tuples(stored, st.integers(0, 1 << 30), st.integers(0, (1 << 64) - 1)),
+            min_size=0 if depth else 1,
+            max_size=8 - depth,
         )
     )
-    entries = []
+    entries = [SegmentEntry(Mode.recompute, 0, 0, NOTHING)] * depth
     offset = 0
     for mode, length, checksum in parts:
+        length = max(length, int(mode is Mode.raw))
         entries.append(SegmentEntry(mode, offset, length, checksum))
         offset += length
     return ChunkHeader(
@@ -44,7 +50,7 @@ def headers(draw: st.DrawFn) -> ChunkHeader:
         last_page_hash=draw(TEXT),
         token_digest=draw(st.binary(min_size=32, max_size=32)).hex(),
         tokens=draw(st.integers(1, 1 << 20)),
-        plan_id=draw(TEXT),
+        plan_id=draw(TEXT.filter(lambda plan: plan != RAW_PLAN or not depth)),
         segments=tuple(entries),
     )
 
@@ -60,6 +66,31 @@ def refused(data: bytes) -> bool:
 @given(headers())
 def test_round_trip(header: ChunkHeader) -> None:
     assert decode_header(encode_header(header)) == header
+
+
+@given(headers(), st.data())
+def test_modes_bytes_and_order_must_agree(header: ChunkHeader, data: st.DataObject) -> None:
+    """A segment more: one without bytes where some are needed, with some where none may be, or too late."""
+    end = sum(entry.length for entry in header.segments)
+    leads = header.depth == len(header.segments)
+    extra = data.draw(
+        st.sampled_from(
+            [
+                SegmentEntry(Mode.raw, end, 0, NOTHING),
+                SegmentEntry(Mode.recompute, end, 1, NOTHING),
+                SegmentEntry(Mode.recompute, end, 0, NOTHING ^ 1),
+                *([] if leads else [SegmentEntry(Mode.recompute, end, 0, NOTHING)]),
+            ]
+        )
+    )
+    payload = msgpack.unpackb(msgpack.unpackb(encode_header(header))[2])
+    payload["segments"].append([extra.mode.value, extra.offset, extra.length, extra.checksum])
+    packed = msgpack.packb(payload)
+    sealed = msgpack.packb([1, xxhash.xxh3_64_intdigest(packed), packed])
+    with pytest.raises(Corrupt, match="length"):
+        decode_header(sealed)
+    with pytest.raises(ValueError, match="mode"):
+        encode_header(replace(header, segments=(*header.segments, extra)))
 
 
 @given(headers())

@@ -38,8 +38,9 @@ HEADER = ChunkHeader(
     token_digest=token_digest([1, 2, 3]),
     tokens=3,
     plan_id="raw",
-    segments=build_segments(BODY, Mode.raw),
+    segments=build_segments([*BODY[:2], [b"layer 2"]], Mode.raw),
 )
+NOTHING = xxhash.xxh3_64_intdigest(b"")
 
 
 def fields() -> dict[str, object]:
@@ -149,6 +150,9 @@ def test_more_bytes_than_a_header_may_have_are_not_looked_at() -> None:
         ("segments", [["raw", 0, 1, 2.0]]),
         ("segments", [["raw", 0, 2, 2], ["raw", 1, 2, 2]]),
         ("segments", [["raw", 0, 2, 2], ["raw", 3, 2, 2]]),
+        ("segments", [["raw", 0, 0, NOTHING]]),
+        ("segments", [["raw", 0, 2, 2], ["raw", 2, 0, NOTHING]]),
+        ("segments", [["recompute", 0, 0, NOTHING], ["raw", 0, 2, 2]]),  # the plan says raw
     ],
 )
 def test_every_field_is_checked(field: str, value: object) -> None:
@@ -188,6 +192,41 @@ def test_another_form_of_the_same_values() -> None:
 def test_what_would_not_be_read_is_not_written(change: dict[str, object], named: str) -> None:
     with pytest.raises(ValueError, match=named):
         encode_header(replace(HEADER, **change))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("depth", [0, 1, 2, 3])
+def test_layers_that_are_recomputed_are_not_stored(depth: int) -> None:
+    entries = build_segments([[b"a"], [b"bc"], [b"def"]], Mode.raw, depth=depth)
+    assert [entry.mode for entry in entries] == [Mode.recompute] * depth + [Mode.raw] * (3 - depth)
+    assert [entry.length for entry in entries] == [0] * depth + [1, 2, 3][depth:]
+    lengths = [entry.length for entry in entries]
+    assert [entry.offset for entry in entries] == [sum(lengths[:layer]) for layer in range(3)]
+    header = replace(HEADER, plan_id="paper", segments=entries)
+    assert decode_header(encode_header(header)) == header
+    assert header.depth == depth
+    for entry in entries[:depth]:
+        verify_segment(entry, [])
+        with pytest.raises(Corrupt, match="length"):
+            verify_segment(entry, [b"x"])
+
+
+@pytest.mark.parametrize(
+    ("segments", "said"),
+    [
+        ([["recompute", 0, 1, NOTHING]], "mode recompute with 1 bytes"),
+        ([["recompute", 0, 0, 0]], "mode recompute with 0 bytes and checksum 0000000000000000"),
+        ([["recompute", 0, 0, NOTHING], ["raw", 0, 0, NOTHING]], "segment 1: mode raw without bytes"),
+        ([["raw", 0, 1, 2], ["recompute", 1, 0, NOTHING]], "segment 1: mode recompute after a layer"),
+        (
+            [["recompute", 0, 0, NOTHING], ["quantized", 0, 1, 2], ["recompute", 1, 0, NOTHING]],
+            "segment 2: mode recompute after a layer",
+        ),
+    ],
+)
+def test_what_is_not_stored_has_no_bytes_and_comes_first(segments: list[list[object]], said: str) -> None:
+    with pytest.raises(Corrupt, match=said) as caught:
+        decode_header(seal({**fields(), "plan_id": "paper", "segments": segments}))
+    assert caught.value.reason == "length"
 
 
 def test_a_header_of_the_greatest_size() -> None:
