@@ -19,6 +19,7 @@ __all__ = [
     "choice_leaf",
     "count_leaf",
     "duration_leaf",
+    "flag_leaf",
     "format_duration",
     "format_size",
     "fraction_leaf",
@@ -211,17 +212,28 @@ def text_leaf(
     return {"leaf": Leaf(read, f"{expected}; $VARIABLES are filled in", secret)}
 
 
-def fraction_leaf() -> dict[str, Leaf]:
-    """A number above 0, at most 1."""
+def fraction_leaf(*, zero: bool = False) -> dict[str, Leaf]:
+    """A number above 0 (0 too if `zero`), at most 1."""
 
     def read(value: object, environ: Mapping[str, str]) -> float:
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise ValueError("not such a number")
-        if not 0 < value <= 1:
+        if not 0 <= value <= 1 or not (value or zero):
             raise ValueError("out of range")
         return float(value)
 
-    return {"leaf": Leaf(read, "a number above 0, at most 1")}
+    return {"leaf": Leaf(read, "a number from 0 to 1" if zero else "a number above 0, at most 1")}
+
+
+def flag_leaf() -> dict[str, Leaf]:
+    """True or false; nothing that only looks like it."""
+
+    def read(value: object, environ: Mapping[str, str]) -> bool:
+        if not isinstance(value, bool):
+            raise ValueError("not one of them")
+        return value
+
+    return {"leaf": Leaf(read, "true or false")}
 
 
 def _within(value: _N, at_least: _N, at_most: _N) -> _N:

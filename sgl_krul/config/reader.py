@@ -20,6 +20,7 @@ import yaml
 from sgl_krul.config.tree import (
     ChunkConfig,
     Config,
+    LinkConfig,
     MemoryConfig,
     PauseConfig,
     PlacementConfig,
@@ -40,7 +41,7 @@ _S = TypeVar("_S")
 _LINKER_FLAG = "--unified-cache-external-linker-config"
 
 # Sections that may be null; True: left out they have their defaults, False: left out they are null.
-_OPTIONAL = {"ssd": True, "redis": False}
+_OPTIONAL = {"ssd": True, "redis": False, "link": False}
 
 _SECTIONS: dict[str, type[Any]] = {
     "memory": MemoryConfig,
@@ -52,6 +53,7 @@ _SECTIONS: dict[str, type[Any]] = {
     "session": SessionConfig,
     "restore": RestoreConfig,
     "pause": PauseConfig,
+    "link": LinkConfig,
 }
 _SECRET = {
     name for name, keys in _SECTIONS.items() if any(key.metadata["leaf"].secret for key in fields(keys))
@@ -109,6 +111,11 @@ def _check_together(config: Config, source: str) -> None:
         raise ConfigError(
             f"{source}: placement.replicate: {config.placement.replicate!r} cannot be used without the "
             f"section {lacking[0]}: add it, or choose another of ssd, redis, both."
+        )
+    if config.link is not None and getattr(config, config.link.tier) is None:
+        raise ConfigError(
+            f"{source}: link.tier: {config.link.tier!r} cannot be used without the section of that name: add "
+            "it, or leave the section link out."
         )
     low, high = config.placement.low_watermark, config.placement.high_watermark
     if low > high:

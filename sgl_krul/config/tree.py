@@ -15,6 +15,7 @@ from sgl_krul.values import (
     choice_leaf,
     count_leaf,
     duration_leaf,
+    flag_leaf,
     fraction_leaf,
     path_leaf,
     read_size,
@@ -26,12 +27,14 @@ __all__ = [
     "ChunkConfig",
     "Config",
     "FsyncPolicy",
+    "LinkConfig",
     "MemoryConfig",
     "PauseConfig",
     "PlacementConfig",
     "RedisConfig",
     "Replicate",
     "RestoreConfig",
+    "RestoreStrategy",
     "SessionConfig",
     "SsdConfig",
     "TenantRuleConfig",
@@ -41,6 +44,7 @@ __all__ = [
 
 FsyncPolicy = Literal["always", "commit", "never"]
 Replicate = Literal["ssd", "redis", "both"]
+RestoreStrategy = Literal["optimal", "load", "recompute", "half", "paper"]
 _MAX_CHUNK_TOKENS = 1 << 20  # what a chunk header can say
 
 
@@ -197,10 +201,21 @@ class SessionConfig:
 
 @dataclass(frozen=True)
 class RestoreConfig:
-    """`max_layer_wait_s`: how long a forward may wait for one layer."""
+    """How sessions come back. `max_layer_wait_s`: how long a forward may wait for one layer; `max_step_s`:
+    how long a restore may recompute in one round of the scheduler; `staging_bytes`: what the loaders of
+    a restore hold at most; `rates_file` None: in the cache directory.
+    """
 
     workers: int = field(default=2, metadata=count_leaf(at_most=64))
     max_layer_wait_s: float = field(default=0.02, metadata=duration_leaf(at_least_s=0, at_most_s=1))
+    strategy: RestoreStrategy = field(
+        default="optimal", metadata=choice_leaf("optimal", "load", "recompute", "half", "paper")
+    )
+    recompute: bool = field(default=True, metadata=flag_leaf())
+    max_slice_tokens: int = field(default=512, metadata=count_leaf(step=16, at_most=_MAX_CHUNK_TOKENS))
+    max_step_s: float = field(default=0.05, metadata=duration_leaf(at_least_s=0.001, at_most_s=10))
+    staging_bytes: int = field(default=64 << 20, metadata=size_leaf(at_least=1 << 20))
+    rates_file: Path | None = field(default=None, metadata=path_leaf(optional=True))
 
 
 @dataclass(frozen=True)
@@ -211,8 +226,25 @@ class PauseConfig:
 
 
 @dataclass(frozen=True)
+class LinkConfig:
+    """A link emulated before a tier, for tests and benchmarks: reads take as long as over it. The keys are
+    those of store.link.LinkTier.
+    """
+
+    bytes_per_s: int = field(metadata=size_leaf(at_least=1))
+    tier: Literal["ssd"] = field(default="ssd", metadata=choice_leaf("ssd"))
+    latency_s: float = field(default=0.0, metadata=duration_leaf(at_least_s=0, at_most_s=60))
+    jitter: float = field(default=0.0, metadata=fraction_leaf(zero=True))
+    seed: int = field(default=1, metadata=count_leaf(at_most=2**63 - 1))
+    change_after_bytes: int = field(default=0, metadata=size_leaf(at_least=0))
+    change_to_bytes_per_s: int = field(default=0, metadata=size_leaf(at_least=0))
+    dead_after_s: float = field(default=1.0, metadata=duration_leaf(at_least_s=0, at_most_s=3600))
+
+
+@dataclass(frozen=True)
 class Config:
-    """The whole configuration. `ssd` and `redis` are None where there is no such tier."""
+    """The whole configuration. `ssd` and `redis` are None where there is no such tier, `link` where none is
+    emulated."""
 
     memory: MemoryConfig = field(default_factory=MemoryConfig)
     ssd: SsdConfig | None = field(default_factory=SsdConfig)
@@ -223,3 +255,4 @@ class Config:
     session: SessionConfig = field(default_factory=SessionConfig)
     restore: RestoreConfig = field(default_factory=RestoreConfig)
     pause: PauseConfig = field(default_factory=PauseConfig)
+    link: LinkConfig | None = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import secrets
 import socket
@@ -11,15 +12,19 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from sgl_krul.config import Config
+from sgl_krul.config import Config, format_duration, format_size
 from sgl_krul.errors import ConfigError, StoreUnavailable
+from sgl_krul.store.link import LinkTier
 from sgl_krul.store.placement import Policy
 from sgl_krul.store.redis import RedisTier
 from sgl_krul.store.redis.address import parse_redis_url
 from sgl_krul.store.ssd import SsdTier
+from sgl_krul.store.tier import CheckedTier
 from sgl_krul.store.tiered import TieredStore
 
 __all__ = ["check_places", "open_redis", "open_ssd", "open_store", "policy_of", "read_archive_key"]
+
+logger = logging.getLogger(__name__)
 
 _KEY_BYTES = 32
 
@@ -43,7 +48,22 @@ def open_store(config: Config) -> TieredStore:
         ConfigError: an address of Redis that can't be one.
     """
     redis = open_redis(config)
-    return TieredStore(open_ssd(config), redis, policy=policy_of(config))
+    return TieredStore(_linked(open_ssd(config), config), redis, policy=policy_of(config))
+
+
+def _linked(ssd: CheckedTier | None, config: Config) -> CheckedTier | None:
+    """The tier, behind an emulated link if one is configured."""
+    link = config.link
+    if link is None or ssd is None:
+        return ssd
+    logger.warning(
+        "krul: reads of the tier %r are slowed to those over a link of %s/s and %s latency (section link of "
+        "the configuration): for tests and benchmarks only",
+        link.tier,
+        format_size(link.bytes_per_s),
+        format_duration(link.latency_s),
+    )
+    return LinkTier(ssd, **_keys(link, "tier"))
 
 
 def open_ssd(config: Config) -> SsdTier | None:

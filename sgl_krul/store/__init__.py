@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from sgl_krul.store.link import LinkTier
 from sgl_krul.store.memory import MemoryTier, PageReservation, PinnedPages, Slots, runs
 from sgl_krul.store.redis import RedisTier
 from sgl_krul.store.ssd import FsyncPolicy, SsdTier
@@ -12,6 +13,7 @@ __all__ = [
     "CheckedTier",
     "Entry",
     "FsyncPolicy",
+    "LinkTier",
     "MemoryTier",
     "PageReservation",
     "PinnedPages",

@@ -9,11 +9,12 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
-from typing import NamedTuple, Protocol, TypeAlias
+from typing import NamedTuple, Protocol, TypeAlias, runtime_checkable
 
 __all__ = [
     "MAX_HEADER_BYTES",
     "MAX_KEY_CHARS",
+    "BudgetedTier",
     "Buffer",
     "CheckedTier",
     "Entry",
@@ -111,6 +112,16 @@ class CheckedTier(Tier, Protocol):
 
     def check(self) -> list[str]:
         """Problems found; empty when sound."""
+        ...
+
+
+@runtime_checkable
+class BudgetedTier(CheckedTier, Protocol):
+    """A tier that takes only so many bytes a day."""
+
+    @property
+    def write_left_bytes(self) -> int | None:
+        """What may still be written today; None without a daily budget. Never waits for I/O."""
         ...
 
 

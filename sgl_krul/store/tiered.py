@@ -10,8 +10,7 @@ from contextlib import AbstractContextManager, nullcontext
 
 from sgl_krul.errors import StoreUnavailable
 from sgl_krul.store.placement import Place, Policy, select_places
-from sgl_krul.store.ssd import SsdTier
-from sgl_krul.store.tier import CheckedTier, SharedTier, TierUsage
+from sgl_krul.store.tier import BudgetedTier, CheckedTier, SharedTier, TierUsage
 
 __all__ = ["TieredStore"]
 
@@ -129,5 +128,5 @@ class TieredStore:
             capacity_bytes=usage.capacity_bytes,
             used_bytes=max(0, usage.bytes - held_bytes),
             available=self.available(tier),
-            write_left_bytes=tier.write_left_bytes if isinstance(tier, SsdTier) else None,
+            write_left_bytes=tier.write_left_bytes if isinstance(tier, BudgetedTier) else None,
         )

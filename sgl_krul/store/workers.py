@@ -30,9 +30,9 @@ class Workers:
 
     def submit(self, job: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]:
         """Run `job` on a worker. Returns at once."""
+        future = self._pool.submit(job, *args, **kwargs)
         with self._lock:
             self._pending += 1
-        future = self._pool.submit(job, *args, **kwargs)
         future.add_done_callback(self._done)
         return future
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from sgl_krul.errors import Corrupt, Missing, StoreFull
-from sgl_krul.store import MemoryTier, SsdTier, Tier
+from sgl_krul.store import LinkTier, MemoryTier, SsdTier, Tier
 from sgl_krul.store.tier import MAX_HEADER_BYTES
 from tests.faults import Backing, FakeSharedTier
 from tests.redis_servers import ValkeyServer, open_tier
@@ -27,7 +27,7 @@ def redis_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ValkeySer
         yield server
 
 
-@pytest.fixture(params=["memory", "ssd", "redis", "fake"])
+@pytest.fixture(params=["memory", "ssd", "redis", "fake", "link"])
 def tier(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Tier]:
     """An empty tier with room for 64 objects of BODY bytes."""
     if request.param == "memory":
@@ -46,7 +46,7 @@ def tier(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Tier]:
         with SsdTier(
             tmp_path / "root", capacity_bytes=64 * (BODY + 4096), free_space_floor_bytes=0, fsync="never"
         ) as ssd:
-            yield ssd
+            yield LinkTier(ssd, bytes_per_s=1e9, jitter=0.5) if request.param == "link" else ssd
             assert ssd.check() == []
 
 

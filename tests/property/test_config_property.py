@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from sgl_krul.config import (
     ChunkConfig,
     Config,
+    LinkConfig,
     MemoryConfig,
     PauseConfig,
     PlacementConfig,
@@ -67,6 +68,16 @@ REDIS = st.builds(
     max_in_flight_bytes=st.integers(1 << 20, 2**63 - 1),
     lease_s=st.floats(min_value=1, max_value=3600),
 )
+LINK = st.builds(
+    LinkConfig,
+    bytes_per_s=SIZES,
+    latency_s=st.floats(min_value=0, max_value=60),
+    jitter=st.just(0.0) | FRACTIONS,
+    seed=SIZES,
+    change_after_bytes=st.just(0) | SIZES,
+    change_to_bytes_per_s=st.just(0) | SIZES,
+    dead_after_s=st.floats(min_value=0, max_value=3600),
+)
 RULES = st.lists(
     st.builds(TenantRuleConfig, prefix=FULL_TEXT, tenant=FULL_TEXT, quota_bytes=st.just(0) | SIZES),
     max_size=4,
@@ -96,11 +107,12 @@ def placements(draw: st.DrawFn, replicate: list[str]) -> PlacementConfig:
 
 @st.composite
 def tiers(draw: st.DrawFn) -> dict[str, object]:
-    """The sections ssd, redis and placement; together they make sense."""
+    """The sections ssd, redis, placement and link; together they make sense."""
     ssd, redis = draw(st.none() | SSD), draw(st.none() | REDIS)
     there = [name for name, section in (("ssd", ssd), ("redis", redis)) if section is not None]
     choices = [*there, "both"] if len(there) == 2 else there or ["ssd"]
-    return {"ssd": ssd, "redis": redis, "placement": draw(placements(choices))}
+    link = draw(st.none() | LINK) if ssd is not None else None
+    return {"ssd": ssd, "redis": redis, "placement": draw(placements(choices)), "link": link}
 
 
 BARE = st.builds(
@@ -117,7 +129,15 @@ BARE = st.builds(
         ttl_s=st.just(0.0) | SECONDS,
     ),
     restore=st.builds(
-        RestoreConfig, workers=st.integers(1, 64), max_layer_wait_s=st.floats(min_value=0, max_value=1)
+        RestoreConfig,
+        workers=st.integers(1, 64),
+        max_layer_wait_s=st.floats(min_value=0, max_value=1),
+        strategy=st.sampled_from(["optimal", "load", "recompute", "half", "paper"]),
+        recompute=st.booleans(),
+        max_slice_tokens=st.integers(1, 2**16).map(lambda pages: pages * 16),
+        max_step_s=st.floats(min_value=0.001, max_value=10),
+        staging_bytes=st.integers(1 << 20, 2**63 - 1),
+        rates_file=st.none() | PATH_TEXT.map(lambda text: Path("/" + text)),
     ),
     pause=st.builds(PauseConfig, workers=st.integers(1, 64)),
 )
@@ -137,7 +157,7 @@ SECTIONS = sorted(to_mapping(Config()))
 KEYS = sorted(
     {
         key.name
-        for section in (SsdConfig, RedisConfig, PlacementConfig, TenantsConfig)
+        for section in (SsdConfig, RedisConfig, PlacementConfig, TenantsConfig, RestoreConfig, LinkConfig)
         for key in fields(section)
     }
     | {"tokens", "workers", "idle_pause_s"}

@@ -12,6 +12,7 @@ import yaml
 
 from sgl_krul.config import (
     Config,
+    LinkConfig,
     MemoryConfig,
     RedisConfig,
     SsdConfig,
@@ -79,8 +80,18 @@ def test_defaults() -> None:
             "ttl_s": 0.0,
             "archive_key": None,
         },
-        "restore": {"workers": 2, "max_layer_wait_s": 0.02},
+        "restore": {
+            "workers": 2,
+            "max_layer_wait_s": 0.02,
+            "strategy": "optimal",
+            "recompute": True,
+            "max_slice_tokens": 512,
+            "max_step_s": 0.05,
+            "staging_bytes": 64 * 2**20,
+            "rates_file": None,
+        },
         "pause": {"workers": 1},
+        "link": None,
     }
 
 
@@ -288,7 +299,7 @@ def test_a_long_value_is_shortened_in_the_message() -> None:
     assert len(refusal({"memory": {"capacity_bytes": "x" * 10_000}})) < 400
 
 
-SECTIONS = "Known here: memory, ssd, redis, placement, tenants, chunk, session, restore, pause."
+SECTIONS = "Known here: memory, ssd, redis, placement, tenants, chunk, session, restore, pause, link."
 REDIS_KEYS = (
     "Known here: url, username, password, tls_ca_file, key_prefix, capacity_bytes, ttl_s, timeout_s, "
     "connect_timeout_s, connections, max_in_flight_bytes, lease_s."
@@ -311,7 +322,8 @@ REDIS_KEYS = (
         ),
         (
             {"restore": {"fsync": "never"}},
-            "restore.fsync: unknown key. Did you mean ssd.fsync? Known here: workers, max_layer_wait_s.",
+            "restore.fsync: unknown key. Did you mean ssd.fsync? Known here: workers, max_layer_wait_s, "
+            "strategy, recompute, max_slice_tokens, max_step_s, staging_bytes, rates_file.",
         ),
         (
             {"workers": 2},
@@ -495,6 +507,7 @@ def test_the_cpu_config_loads_and_suits_a_laptop() -> None:
     assert config.ssd is not None
     assert config.ssd.path == Path("/home/ada/.cache/sgl-krul/sessions")
     assert config.redis is None
+    assert config.link is None
 
 
 @pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.yaml")), ids=lambda path: path.name)
@@ -515,7 +528,8 @@ def test_the_cpu_config_shows_every_key_and_its_true_default(tmp_path: Path) -> 
     full = load_text(tmp_path, text)
     assert full.redis == RedisConfig(url="redis://127.0.0.1:6379/0"), "a shown default is not the default"
     as_it_is = load_config(CONFIGS / "cpu.yaml", HOME)
-    assert replace(full, redis=None) == as_it_is, "a shown default is not the default"
+    assert full.link == LinkConfig(bytes_per_s=18_000_000), "a shown default is not the default"
+    assert replace(full, redis=None, link=None) == as_it_is, "a shown default is not the default"
     assert dotted_keys(yaml.safe_load(text)) == dotted_keys(to_mapping(full))
 
 

@@ -12,6 +12,7 @@ from sgl_krul.errors import LeaseHeld
 from sgl_krul.service.counters import Counters
 from sgl_krul.service.views import overview
 from sgl_krul.session.registry import Registry
+from sgl_krul.store.link import LinkTier
 from sgl_krul.store.memory import MemoryTier
 from sgl_krul.store.ssd import SsdTier
 from sgl_krul.store.tiered import TieredStore
@@ -127,3 +128,17 @@ def test_others_see_what_is_touched_and_counted(shared: FakeSharedTier) -> None:
     assert store.usage()["redis"].objects == 1
     store.touch(["a/b"])
     assert backing.touched == {"a/b": 1}
+
+
+def test_what_may_still_be_written_is_known_behind_a_link_too(tmp_path: Path) -> None:
+    with SsdTier(
+        tmp_path, capacity_bytes=1 << 20, free_space_floor_bytes=0, fsync="never", daily_write_bytes=1000
+    ) as disk:
+        for tier in (disk, LinkTier(disk, bytes_per_s=1)):
+            assert [place.write_left_bytes for place in TieredStore(tier, policy=policy()).places()] == [1000]
+
+
+def test_where_there_is_no_budget_none_is_known(disk: SsdTier, shared: FakeSharedTier) -> None:
+    for tier in (disk, LinkTier(disk, bytes_per_s=1), LinkTier(MemoryTier(2, 64, 1024), bytes_per_s=1)):
+        places = TieredStore(tier, shared, policy=policy()).places()
+        assert [place.write_left_bytes for place in places] == [None, None]

@@ -6,6 +6,7 @@ import pytest
 
 from sgl_krul.values import (
     Leaf,
+    flag_leaf,
     format_duration,
     format_size,
     fraction_leaf,
@@ -124,6 +125,20 @@ def test_fractions(value: float) -> None:
 def test_fractions_out_of_range(value: float) -> None:
     with pytest.raises(ValueError, match="out of range"):
         read(fraction_leaf(), value)
+
+
+def test_a_fraction_may_be_zero_where_that_is_said() -> None:
+    assert [read(fraction_leaf(zero=True), value) for value in (0, 0.0, 0.5, 1)] == [0.0, 0.0, 0.5, 1.0]
+    for value in (-0.1, 1.1, float("nan")):
+        with pytest.raises(ValueError, match="out of range"):
+            read(fraction_leaf(zero=True), value)
+
+
+@pytest.mark.parametrize("value", ["true", 1, 0, None, "yes"])
+def test_flags(value: object) -> None:
+    assert [read(flag_leaf(), flag) for flag in (True, False)] == [True, False]
+    with pytest.raises(ValueError, match="not one of them"):
+        read(flag_leaf(), value)
 
 
 @pytest.mark.parametrize(
