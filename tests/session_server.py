@@ -15,6 +15,8 @@ from fastapi.responses import JSONResponse, Response
 
 from sgl_krul.api.routes import make_router
 from sgl_krul.engine.frontend import AnswerError, FrontEnd
+from sgl_krul.engine.messages import resume_argument
+from sgl_krul.service.wish import Wish
 from sgl_krul.session.record import SessionKey
 
 KEY = "secret"
@@ -29,6 +31,9 @@ class MemoryFront:
     timeouts: list[float | None] = field(default_factory=list)
     content: bytes = b""  # of every exported session
     imported: bytes = b""
+    restores: dict[str, dict[str, Any]] = field(default_factory=dict)  # answers of plan, timeline, rates, ...
+    load: dict[str, Any] = field(default_factory=dict)
+    resumed: list[tuple[str, str | None]] = field(default_factory=list)
 
     def add(self, key: SessionKey) -> None:
         self.sessions[key] = {
@@ -55,7 +60,8 @@ class MemoryFront:
     async def overview(self) -> dict[str, Any]:
         tiers = {"memory": {"bytes": 1, "objects": 1, "capacity_bytes": 10}}
         sessions = list(self.sessions.values())
-        return {"sessions": sessions, "tiers": tiers, "counters": {"pauses": 1}, "load": {}, "namespace": "n"}
+        rest = {"counters": {"pauses": 1}, "load": self.load, "namespace": "n"}
+        return {"sessions": sessions, "tiers": tiers} | rest
 
     async def show(self, key: SessionKey) -> dict[str, Any]:
         return self._find(key)
@@ -67,8 +73,31 @@ class MemoryFront:
         session |= {"state": "paused", "tier": "ssd", "stored_tokens": 96}
         return session | {"already_paused": before}
 
-    async def resume(self, key: SessionKey, timeout_s: float | None = None) -> dict[str, Any]:
-        return self._find(key) | {"restored_tokens": 96, "recompute_tokens": 4, "restored_from": "ssd"}
+    async def resume(
+        self,
+        key: SessionKey,
+        target: str = "memory",
+        strategy: str | None = None,
+        timeout_s: float | None = None,
+    ) -> dict[str, Any]:
+        Wish.read(resume_argument(target, strategy), hold=False)
+        self.resumed.append((target, strategy))
+        restored = {"restored_tokens": 96, "recompute_tokens": 4, "restored_from": "ssd"}
+        return self._find(key) | restored | self.restores.get("resume", {})
+
+    async def plan(self, key: SessionKey) -> dict[str, Any]:
+        return {"session_id": self._find(key)["session_id"]} | self.restores["plan"]
+
+    async def timeline(self, key: SessionKey) -> dict[str, Any]:
+        return {"session_id": self._find(key)["session_id"]} | self.restores["timeline"]
+
+    async def rates(self) -> dict[str, Any]:
+        return self.restores["rates"]
+
+    async def calibrate(self) -> dict[str, Any]:
+        if self.failure is not None:
+            raise self.failure
+        return self.restores["rates"] | self.restores["calibrate"]
 
     async def forget(self, key: SessionKey, timeout_s: float | None = None) -> dict[str, Any]:
         self._find(key)

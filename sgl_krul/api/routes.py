@@ -13,6 +13,7 @@ from pydantic import BaseModel
 from starlette.requests import ClientDisconnect
 
 from sgl_krul.api.archives import read_pieces, save_body, workplace
+from sgl_krul.api.plans import CalibrateResult, RatesInfo, SessionPlan, SessionTimeline
 from sgl_krul.api.schemas import (
     DeleteResult,
     ErrorBody,
@@ -37,6 +38,13 @@ _ERRORS: dict[int | str, dict[str, Any]] = {code: {"model": ErrorBody} for code 
 
 def make_router(front: FrontEnd) -> APIRouter:
     """The routes over `front`. An id may hold slashes; send it percent-encoded."""
+    router = APIRouter()
+    router.include_router(_sessions(front))
+    router.include_router(_restore(front))
+    return router
+
+
+def _sessions(front: FrontEnd) -> APIRouter:
     router = APIRouter(prefix="/v1/sessions", tags=["sessions"])
 
     @router.get("", response_model=Overview)
@@ -52,9 +60,16 @@ def make_router(front: FrontEnd) -> APIRouter:
 
     @router.post("/{session_id:path}/resume", response_model=ResumeResult, responses=_ERRORS)
     async def resume(session_id: str, body: ResumeRequest | None = None) -> Any:
-        """Bring the session to memory. Not needed before the next request, which does it by itself."""
+        """Bring the session to memory, or to the device. The next request does that by itself."""
         body = body or ResumeRequest()
-        return await _verb(session_id, body, lambda key: front.resume(key, body.timeout_s), ResumeResult)
+        return await _verb(
+            session_id,
+            body,
+            lambda key: front.resume(key, body.target, body.strategy, body.timeout_s),
+            ResumeResult,
+        )
+
+    _add_reports(router, front)
 
     @router.get("/{session_id:path}", response_model=SessionInfo, responses=_ERRORS)
     async def show(session_id: str, cache_salt: str | None = None, extra_key: str | None = None) -> Any:
@@ -69,6 +84,60 @@ def make_router(front: FrontEnd) -> APIRouter:
         return await _verb(session_id, salts, front.forget, DeleteResult)
 
     _add_transfers(router, front)
+    return router
+
+
+def _add_reports(router: APIRouter, front: FrontEnd) -> None:
+    """What a restore would do, and what it did. Before the route of a session alone, which takes all."""
+
+    @router.get("/{session_id:path}/plan", response_model=SessionPlan, responses=_ERRORS)
+    async def plan(
+        request: Request, session_id: str, cache_salt: str | None = None, extra_key: str | None = None
+    ) -> Any:
+        """What a resume would do now, and why."""
+        return await _report(request, session_id, cache_salt, extra_key, front, "plan")
+
+    @router.get("/{session_id:path}/timeline", response_model=SessionTimeline, responses=_ERRORS)
+    async def timeline(
+        request: Request, session_id: str, cache_salt: str | None = None, extra_key: str | None = None
+    ) -> Any:
+        """What the last restore of the session did, when."""
+        return await _report(request, session_id, cache_salt, extra_key, front, "timeline")
+
+
+async def _report(
+    request: Request,
+    session_id: str,
+    cache_salt: str | None,
+    extra_key: str | None,
+    front: FrontEnd,
+    name: str,
+) -> Any:
+    salts = PauseRequest(cache_salt=cache_salt, extra_key=extra_key)
+    # The path is decoded already. Whether its last slash was one of the id (%2F) only the raw one tells.
+    raw: bytes | None = request.scope.get("raw_path")
+    if raw is not None and not raw.partition(b"?")[0].endswith(f"/{name}".encode()):
+        session = await _verb(f"{session_id}/{name}", salts, front.show, SessionInfo)
+        return session if isinstance(session, JSONResponse) else JSONResponse(session.model_dump(mode="json"))
+    if name == "plan":
+        return await _verb(session_id, salts, front.plan, SessionPlan)
+    return await _verb(session_id, salts, front.timeline, SessionTimeline)
+
+
+def _restore(front: FrontEnd) -> APIRouter:
+    """What belongs to no session: the rates that plans are made from."""
+    router = APIRouter(prefix="/v1/restore", tags=["restore"])
+
+    @router.post("/calibrate", response_model=CalibrateResult, responses=_ERRORS)
+    async def calibrate() -> Any:
+        """Measure the rates on this server; takes up to a minute. Who asks meanwhile gets the same answer."""
+        return await _answer(front.calibrate(), CalibrateResult)
+
+    @router.get("/rates", response_model=RatesInfo, responses=_ERRORS)
+    async def rates() -> Any:
+        """The rates of recomputing and loading, and whether they were measured."""
+        return await _answer(front.rates(), RatesInfo)
+
     return router
 
 

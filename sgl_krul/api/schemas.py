@@ -6,7 +6,11 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from sgl_krul.api.plans import RecomputeInfo, Seconds
+
 __all__ = [
+    "STRATEGIES",
+    "TARGETS",
     "DeleteResult",
     "ErrorBody",
     "ErrorDetail",
@@ -23,6 +27,8 @@ __all__ = [
 ]
 
 SessionState = Literal["active", "pausing", "paused", "resuming", "stale"]
+TARGETS = ("memory", "device")
+STRATEGIES = ("optimal", "load", "recompute", "half", "paper")
 
 
 class _Request(BaseModel):
@@ -46,6 +52,17 @@ class PauseRequest(_Request):
 class ResumeRequest(_Request):
     """Body of POST /v1/sessions/{id}/resume; may be left out."""
 
+    target: str = Field(
+        default="memory",
+        description='Where the KV is to be then: "memory" (of the host), or "device".',
+        json_schema_extra={"enum": list(TARGETS)},
+    )
+    strategy: str | None = Field(
+        default=None,
+        description="How to bring it to the device; without one the server plans by itself.",
+        json_schema_extra={"enum": [*STRATEGIES, None]},
+    )
+
 
 class SessionInfo(BaseModel):
     """One session. `stale`: stored for other weights, dtype or page size; it can't be resumed here."""
@@ -59,6 +76,9 @@ class SessionInfo(BaseModel):
     )
     bytes_raw: int = Field(description="Bytes of that KV as it lies on the device.")
     bytes_stored: int = Field(description="Bytes it takes in the tier.")
+    layer_plan: str = Field(
+        default="raw", description='"raw": every layer is stored; "paper": the first layers are recomputed.'
+    )
     tier: str = Field(description='"device" while active, else the fastest place that has it: see `tiers`.')
     tiers: list[str] = Field(
         default_factory=list,
@@ -101,13 +121,24 @@ class MoveResult(SessionInfo):
 class ResumeResult(SessionInfo):
     """What a resume did. `reason` says why less than everything was restored ("" when all was)."""
 
-    restored_tokens: int = Field(default=0, description="Tokens now in memory, verified.")
+    restored_tokens: int = Field(default=0, description="Tokens now in place, verified or recomputed.")
     recompute_tokens: int = Field(default=0, description="Tokens the next request has to compute.")
     bytes_read: int = 0
     restored_from: str = ""
     missing_chunks: int = 0
     reason: str = ""
     elapsed_ms: float = 0.0
+    target: str | None = Field(default=None, description="What was asked for.")
+    strategy: str | None = Field(default=None, description="What the plan was made by; null: there was none.")
+    path: str = Field(default="", description='The way it came: "memory", "device" or "none".')
+    restored_to: str = Field(default="", description='Where the tokens are: "memory", "device" or "nowhere".')
+    recomputed_tokens: float = Field(
+        default=0.0, description="Computed anew meanwhile: tokens times layers, by the number of layers."
+    )
+    loaded_bytes: int = 0
+    seconds: float = Field(default=0.0, description="The restore to the device, measured.")
+    predicted_s: Seconds = Field(default=None, description="What the plan had said; null: there was none.")
+    bubble: float | None = Field(default=None, description="Share of `seconds` in which a stream stood idle.")
 
 
 class DeleteResult(BaseModel):
@@ -143,11 +174,17 @@ class Overview(BaseModel):
     sessions: list[SessionInfo]
     tiers: dict[str, TierInfo]
     counters: dict[str, int]
-    load: dict[str, int] = Field(
+    load: dict[str, int | RecomputeInfo] = Field(
         description="layer_takeovers: layers the forward copied itself; slow_steps: rounds in which the "
-        "scheduler spent over 100 ms on sessions."
+        "scheduler spent over 100 ms on sessions; recompute: whether a restore may recompute."
     )
     namespace: str
+
+    @property
+    def recompute(self) -> RecomputeInfo | None:
+        """Whether the server may recompute; None for an older one."""
+        found = self.load.get("recompute")
+        return found if isinstance(found, RecomputeInfo) else None
 
 
 class ErrorDetail(BaseModel):

@@ -11,7 +11,9 @@ from typing import Annotated
 import typer
 
 from sgl_krul import __version__
-from sgl_krul.cli.sessions import ApiKey, Url, sessions_app
+from sgl_krul.cli.options import ApiKey, Url
+from sgl_krul.cli.restore import calibrate_app, explain, timeline
+from sgl_krul.cli.sessions import sessions_app
 from sgl_krul.config import client_settings
 from sgl_krul.errors import ConfigError, KrulError
 
@@ -25,6 +27,9 @@ app = typer.Typer(
     help="Pause the chats of an SGLang server, and resume them: also after a restart.",
 )
 app.add_typer(sessions_app, name="sessions")
+app.add_typer(calibrate_app, name="calibrate")
+app.command()(explain)
+app.command()(timeline)
 
 
 def main(args: Sequence[str] | None = None) -> None:
@@ -82,7 +87,10 @@ def serve(
 def doctor(
     model: Annotated[str, typer.Option(help="The model you want to serve: a folder, or `demo`.")] = "demo",
     config: Annotated[Path | None, typer.Option(help="Configuration file; else $KRUL_CONFIG.")] = None,
-    url: Annotated[str | None, typer.Option(help="Check the server that runs there, too.")] = None,
+    url: Annotated[
+        str | None,
+        typer.Option(help="Check the server that runs there, too: what it may recompute, and its rates."),
+    ] = None,
     api_key: ApiKey = None,
 ) -> None:
     """Check versions, hooks, model, configuration, disk and memory. Exit status 1 if anything fails."""

@@ -12,6 +12,7 @@ from pathlib import Path
 from rich.console import Console
 
 from sgl_krul.api.client import KrulClient
+from sgl_krul.api.plans import RatesInfo, RecomputeInfo
 from sgl_krul.api.schemas import TierInfo
 from sgl_krul.cli.demo_model import DEMO_MODEL, problems
 from sgl_krul.cli.doctor_tiers import Finding, Level, check_tiers, usage_finding
@@ -192,6 +193,8 @@ def _check_server(url: str, api_key: str | None) -> Iterator[Finding]:
     try:
         with KrulClient(url, api_key, timeout_s=10.0) as client:
             overview = client.sessions()
+            # An older server doesn't say, and has no rates either.
+            rates = None if overview.recompute is None else client.rates()
     except KrulError as error:
         yield Finding(Level.FAIL, "server", str(error))
         return
@@ -200,10 +203,34 @@ def _check_server(url: str, api_key: str | None) -> Iterator[Finding]:
     yield Finding(Level.OK, "server", f"{url}, sessions: {counted}")
     for name, tier in overview.tiers.items():
         yield _tier_finding(name, tier)
+    if overview.recompute is not None and rates is not None:
+        yield _recompute_finding(overview.recompute)
+        yield _rates_finding(rates)
     damaged = {name: count for name, count in overview.counters.items() if "corrupt" in name and count}
     if damaged:
         text = ", ".join(f"{name}: {count}" for name, count in damaged.items())
         yield Finding(Level.WARN, "stored data", text, "these were computed anew; check the disk")
+
+
+def _recompute_finding(recompute: RecomputeInfo) -> Finding:
+    """Only a running server knows: it tries recomputing on its own model when it starts."""
+    if recompute.available:
+        return Finding(Level.OK, "recompute", "a restore may recompute what it need not load")
+    return Finding(
+        Level.WARN,
+        "recompute",
+        f"not on this server: {recompute.reason}",
+        "restores load everything, which is slower over a slow link and just as exact",
+    )
+
+
+def _rates_finding(rates: RatesInfo) -> Finding:
+    may_not = rates.recompute is not None and not rates.recompute.available
+    if rates.measured or (may_not and rates.tiers):
+        return Finding(Level.OK, "rates", "measured: see `krul calibrate rates`")
+    return Finding(
+        Level.WARN, "rates", "restores are planned with safe defaults", "run `krul calibrate restore`"
+    )
 
 
 def _tier_finding(name: str, tier: TierInfo) -> Finding:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-import uuid
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
@@ -18,10 +17,12 @@ from pathlib import Path
 from typing import Any
 
 from sgl_krul.config import Config
+from sgl_krul.engine.channel import Answer, AnswerError, Channel
 from sgl_krul.engine.gate import SessionGate
-from sgl_krul.engine.messages import KrulControlReqInput, KrulControlReqOutput
+from sgl_krul.engine.messages import KrulControlReqInput, KrulControlReqOutput, hold_argument, resume_argument
 from sgl_krul.engine.request import annotate, session_key, was_aborted, why_not_pausable
 from sgl_krul.errors import SessionBusy, UnknownSession
+from sgl_krul.service.wish import Wish
 from sgl_krul.session.record import SessionKey
 
 __all__ = ["AnswerError", "FrontEnd"]
@@ -29,18 +30,8 @@ __all__ = ["AnswerError", "FrontEnd"]
 logger = logging.getLogger(__name__)
 
 _WIND_DOWN_S = 1.0  # an abandoned request ends within a step or two of the scheduler
+_CALIBRATE_S = 180.0  # it takes up to a minute; a machine may be three times as slow as any we know
 MAX_KNOWN = 50_000  # sessions remembered here; one that is forgotten is only asked for again
-
-Answer = dict[str, Any]
-
-
-class AnswerError(Exception):
-    """The scheduler answered a verb with an error: its HTTP status, the name of its class, its message."""
-
-    def __init__(self, status: int, kind: str, message: str) -> None:
-        super().__init__(message)
-        self.status = status
-        self.kind = kind
 
 
 @dataclass
@@ -61,12 +52,11 @@ class FrontEnd:
     ) -> None:
         self.gate = SessionGate()
         self._settings = config.session
-        self._send = send
-        self._listen = listen
-        self._answers: dict[str, asyncio.Future[KrulControlReqOutput]] = {}
+        self.channel = Channel(send, listen)
         self._known: OrderedDict[str, _Known] = OrderedDict()
         self._holds: dict[str, asyncio.Task[Answer]] = {}
         self._verbs: set[asyncio.Task[Answer]] = set()
+        self._calibration: asyncio.Task[Answer] | None = None
         self._idle_task: asyncio.Task[None] | None = None
 
     # ---- requests ----
@@ -83,7 +73,7 @@ class FrontEnd:
         self._start_idle_pauses()
         start = time.monotonic()
         async with self.gate.request(key.digest, self._settings.hold_deadline_s):
-            report = {} if known.active else await asyncio.shield(self._hold(key))
+            report = {} if known.active else await asyncio.shield(self._hold(key, hold_argument(obj)))
             held_ms = round(1000 * (time.monotonic() - start), 3)
             known.last_used = time.monotonic()
             try:
@@ -93,18 +83,18 @@ class FrontEnd:
             finally:
                 known.last_used = time.monotonic()
 
-    def _hold(self, key: SessionKey) -> asyncio.Task[Answer]:
-        """The hold of a session: one for all requests that wait for it."""
+    def _hold(self, key: SessionKey, argument: str) -> asyncio.Task[Answer]:
+        """The hold of a session: one for all requests that wait for it. It is as long as the first needs."""
         task = self._holds.get(key.digest)
         if task is None:
-            task = asyncio.get_running_loop().create_task(self._ask_to_hold(key))
+            task = asyncio.get_running_loop().create_task(self._ask_to_hold(key, argument))
             self._holds[key.digest] = task
             task.add_done_callback(lambda _: self._holds.pop(key.digest, None))
         return task
 
-    async def _ask_to_hold(self, key: SessionKey) -> Answer:
+    async def _ask_to_hold(self, key: SessionKey, argument: str) -> Answer:
         try:
-            return await self._ask("hold", key, self._settings.hold_deadline_s + 1.0)
+            return await self.channel.ask("hold", key, self._settings.hold_deadline_s + 1.0, argument)
         except (AnswerError, SessionBusy) as error:
             logger.warning("session %r goes on without its stored KV: %s", key.session_id, error)
             return {"reason": str(error)}
@@ -124,15 +114,24 @@ class FrontEnd:
             )
         return await self._alone("pause", key, timeout_s)
 
-    async def resume(self, key: SessionKey, timeout_s: float | None = None) -> Answer:
-        """Bring the session to memory.
+    async def resume(
+        self,
+        key: SessionKey,
+        target: str = "memory",
+        strategy: str | None = None,
+        timeout_s: float | None = None,
+    ) -> Answer:
+        """Bring the session to memory, or to the device by a restore.planner.Strategy (None: the best).
 
         Raises:
+            BadRequest: a target or strategy there is not; nothing was asked.
             SessionBusy, UnknownSession, AnswerError
         """
+        argument = resume_argument(target, strategy)
+        Wish.read(argument, hold=False)  # not after waiting for a turn
         if self.gate.running(key.digest):
-            return await self.show(key) | {"reason": "a request of the session is running"}
-        return await self._alone("resume", key, timeout_s)
+            return await self.show(key) | {"target": target, "reason": "a request of the session is running"}
+        return await self._alone("resume", key, timeout_s, argument)
 
     async def forget(self, key: SessionKey, timeout_s: float | None = None) -> Answer:
         """Delete the session everywhere.
@@ -164,7 +163,7 @@ class FrontEnd:
         Raises:
             AnswerError
         """
-        return await self._ask("import", SessionKey(""), None, str(path))
+        return await self.channel.ask("import", argument=str(path))
 
     async def show(self, key: SessionKey) -> Answer:
         """One session.
@@ -172,17 +171,50 @@ class FrontEnd:
         Raises:
             AnswerError
         """
-        return await self._ask("show", key, None)
+        return await self.channel.ask("show", key)
+
+    async def plan(self, key: SessionKey) -> Answer:
+        """What a resume of the session would do now. Nothing is done.
+
+        Raises:
+            AnswerError
+        """
+        return await self.channel.ask("plan", key)
+
+    async def timeline(self, key: SessionKey) -> Answer:
+        """What the last restore of the session did, when.
+
+        Raises:
+            AnswerError
+        """
+        return await self.channel.ask("timeline", key)
+
+    async def rates(self) -> Answer:
+        """What the planner counts with."""
+        return await self.channel.ask("rates")
+
+    async def calibrate(self) -> Answer:
+        """Measure the rates: once for all who ask meanwhile, and to its end whoever goes.
+
+        Raises:
+            SessionBusy: it takes too long.
+            AnswerError
+        """
+        task = self._calibration
+        if task is None or task.done():
+            loop = asyncio.get_running_loop()
+            task = loop.create_task(self.channel.ask("calibrate", timeout_s=_CALIBRATE_S))
+            task.add_done_callback(self._verb_done)
+            self._calibration = task
+        return await asyncio.shield(task)
 
     async def overview(self) -> Answer:
         """All sessions, the tiers and the counters."""
-        return await self._ask("list", SessionKey(""), None)
+        return await self.channel.ask("list")
 
     def on_answer(self, message: KrulControlReqOutput) -> None:
-        """Called by SGLang's receiving loop. An answer nobody waits for any more is dropped."""
-        future = self._answers.pop(message.request_id, None)
-        if future is not None and not future.done():
-            future.set_result(message)
+        """Called by SGLang's receiving loop."""
+        self.channel.on_answer(message)
 
     # ---- inside ----
 
@@ -201,7 +233,7 @@ class FrontEnd:
                 await asyncio.wait([hold])
             if verb == "pause":
                 return await self._pause_for_good(key, timeout_s)
-            answer = await self._ask(verb, key, None, argument)
+            answer = await self.channel.ask(verb, key, argument=argument)
             if verb == "forget":
                 self._known.pop(key.digest, None)
             return answer
@@ -210,7 +242,7 @@ class FrontEnd:
         """Pause, and again if a request ended beside it: one without its client ends a little later."""
         give_up = time.monotonic() + max(timeout_s, _WIND_DOWN_S)
         while True:
-            answer = await self._ask("pause", key, None)
+            answer = await self.channel.ask("pause", key)
             if answer["state"] != "active":
                 break
             if time.monotonic() > give_up:
@@ -224,33 +256,6 @@ class FrontEnd:
         self._verbs.discard(task)
         if not task.cancelled():
             task.exception()  # whoever waited has it; if nobody did, it is no unhandled error either
-
-    async def _ask(self, verb: str, key: SessionKey, timeout_s: float | None, argument: str = "") -> Answer:
-        request_id = uuid.uuid4().hex
-        future: asyncio.Future[KrulControlReqOutput] = asyncio.get_running_loop().create_future()
-        self._answers[request_id] = future
-        self._listen()
-        self._send(
-            KrulControlReqInput(
-                request_id=request_id,
-                verb=verb,
-                session_id=key.session_id,
-                cache_salt=key.cache_salt,
-                extra_key=key.extra_key,
-                argument=argument,
-            )
-        )
-        try:
-            answer = await asyncio.wait_for(future, timeout_s)
-        except TimeoutError as error:
-            raise SessionBusy(
-                f"{verb} of session {key.session_id!r} took longer than {timeout_s:g} s"
-            ) from error
-        finally:
-            self._answers.pop(request_id, None)
-        if answer.status != 200:
-            raise AnswerError(answer.status, answer.body["type"], answer.body["message"])
-        return answer.body
 
     def _know(self, key: SessionKey) -> _Known:
         known = self._known.setdefault(key.digest, _Known(key))

@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 from sglang.srt.managers.io_struct import BaseReq, hook_custom_types
 
-__all__ = ["KrulControlReqInput", "KrulControlReqOutput", "register_messages"]
+__all__ = [
+    "KrulControlReqInput",
+    "KrulControlReqOutput",
+    "hold_argument",
+    "register_messages",
+    "resume_argument",
+]
 
 
 class KrulControlReqInput(BaseReq, kw_only=True):  # type: ignore[call-arg]
@@ -17,7 +24,8 @@ class KrulControlReqInput(BaseReq, kw_only=True):  # type: ignore[call-arg]
     session_id: str = ""
     cache_salt: str | None = None
     extra_key: str | None = None
-    argument: str = ""  # of "move" the tier, of "export" and "import" the path of a file
+    # Of "move" the tier, of "export" and "import" the path of a file; of "resume" and "hold" see below.
+    argument: str = ""
 
 
 class KrulControlReqOutput(BaseReq, kw_only=True):  # type: ignore[call-arg]
@@ -26,6 +34,23 @@ class KrulControlReqOutput(BaseReq, kw_only=True):  # type: ignore[call-arg]
     request_id: str
     status: int
     body: dict[str, Any]
+
+
+def resume_argument(target: str, strategy: str | None) -> str:
+    """Where a session is to be brought, and how (None: as the planner finds best). service.wish reads it."""
+    return json.dumps({"target": target, "strategy": strategy})
+
+
+def hold_argument(obj: Any) -> str:
+    """What a hold should know of the request that waits: {"prompt_tokens": n}, or "" where n isn't known.
+
+    SGLang's chat route renders the template itself, so its requests carry token ids; a text has none yet.
+    """
+    ids = getattr(obj, "input_ids", None)
+    # A list of lists is a batch. The first tells: SGLang's own check of the type asks no more.
+    if isinstance(ids, list) and ids and isinstance(ids[0], int):
+        return json.dumps({"prompt_tokens": len(ids)})
+    return ""
 
 
 def register_messages() -> None:
