@@ -7,7 +7,10 @@
         InvalidSessionId   400
         UnknownTier        400
         UnknownSession     404
+        NoTimeline         404
         SessionBusy        409
+        NoDeviceRoom       503
+      BadRequest           400    a field of a request that is not one of the values it may have
       BadArchive           400    a file that is no export of a session, or not one for this server
       StoreError
         StoreFull          507
@@ -26,6 +29,7 @@ from typing import ClassVar, Literal
 
 __all__ = [
     "BadArchive",
+    "BadRequest",
     "ConfigError",
     "Corrupt",
     "CorruptReason",
@@ -33,6 +37,8 @@ __all__ = [
     "KrulError",
     "LeaseHeld",
     "Missing",
+    "NoDeviceRoom",
+    "NoTimeline",
     "QuotaExceeded",
     "SessionBusy",
     "SessionError",
@@ -87,6 +93,24 @@ class SessionBusy(SessionError):
     """The session is in the middle of something else; ask again later."""
 
     status: ClassVar[int] = 409
+
+
+class NoTimeline(SessionError):
+    """The session was not restored to the device in this server's life."""
+
+    status: ClassVar[int] = 404
+
+
+class NoDeviceRoom(SessionError):
+    """Running requests use so much of the KV pool that the session does not fit beside them."""
+
+    status: ClassVar[int] = 503
+
+
+class BadRequest(KrulError):
+    """A field has a value it may not have; nothing was done."""
+
+    status: ClassVar[int] = 400
 
 
 class BadArchive(KrulError):

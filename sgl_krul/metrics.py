@@ -18,7 +18,18 @@ if TYPE_CHECKING:
 __all__ = ["MISS_REASONS", "Metrics", "MetricsSink", "NoMetrics"]
 
 MISS_REASONS = frozenset(
-    {"missing", "corrupt", "unavailable", "deadline", "no_room", "stale", "cancelled", "other"}
+    {
+        "missing",
+        "corrupt",
+        "unavailable",
+        "deadline",
+        "no_room",
+        "stale",
+        "partial",
+        "cancelled",
+        "recompute",
+        "other",
+    }
 )
 _BREAKER_STATES = {"closed": 0, "half-open": 1, "open": 2}
 _OWN_LABELS = frozenset({"tier", "state", "reason", "le"})

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import platform
 from pathlib import Path
 from typing import Any
 
+import torch
 from sglang.srt.mem_cache.registry import create_unified_radix_cache
 from sglang.srt.mem_cache.unified_cache.components import ComponentType
 from sglang.srt.runtime_context import get_observability, get_parallel, get_serving
@@ -17,8 +19,12 @@ from sgl_krul.engine.control import SessionControl
 from sgl_krul.engine.identity import Identity, model_settings
 from sgl_krul.engine.linker import KrulLinker
 from sgl_krul.engine.pool import KvPages, read_layout
+from sgl_krul.engine.recompute import Recomputer
+from sgl_krul.engine.restore_job import EngineDevice
 from sgl_krul.errors import UnsupportedServer
+from sgl_krul.layout import KvLayout
 from sgl_krul.metrics import Metrics, MetricsSink, NoMetrics
+from sgl_krul.restore.rate_book import RateBook, machine_fingerprint
 from sgl_krul.service import SessionService
 from sgl_krul.service.places import open_store, read_archive_key
 from sgl_krul.store.memory import MemoryTier
@@ -78,9 +84,38 @@ def build_cache(ctx: Any, config: Config) -> KrulCache:
         cache.page_hashes,
         read_archive_key(config, cache_home(os.environ)),
         _metrics(),
+        rates=_rates(config, layout, namespace, linker.pages.device),
     )
-    cache.krul_control = SessionControl(service, cache, linker, identity)
+    recomputer = Recomputer(ctx.tp_worker.model_runner, layout)
+    device = EngineDevice(cache, linker.pages, recomputer)
+    cache.krul_control = SessionControl(service, cache, linker, identity, device)
     return cache
+
+
+def _rates(config: Config, layout: KvLayout, namespace: str, device: torch.device) -> RateBook:
+    """What this machine was measured at before, with this model and these places."""
+    fingerprint = machine_fingerprint(
+        host=platform.node(),
+        machine=platform.machine(),
+        processor=_processor(),
+        cores=len(os.sched_getaffinity(0)),
+        threads=torch.get_num_threads(),
+        device=str(device) if device.type == "cpu" else torch.cuda.get_device_name(device),
+        layers=layout.layers,
+        namespace=namespace,
+        places=repr((config.ssd, config.redis, config.link)),
+    )
+    path = config.restore.rates_file or cache_home(os.environ) / "rates" / f"{fingerprint}.json"
+    return RateBook(path, fingerprint)
+
+
+def _processor() -> str:
+    """The processor's name, as Linux has it."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return platform.processor()
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "")
 
 
 def _metrics() -> MetricsSink:

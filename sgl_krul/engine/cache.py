@@ -69,14 +69,24 @@ class KrulCache(UnifiedRadixCache):
 
     def page_hashes(self, key: SessionKey, token_ids: array[int]) -> tuple[str, ...]:
         """SGLang's chained hashes (hex) of the full pages of `token_ids`."""
-        radix_key = self._radix_key(key, token_ids)
+        radix_key = self.radix_key(key, token_ids)
         return (
             tuple(get_storage_hash_str(radix_key, None, page_size=self.page_size)) if len(radix_key) else ()
         )
 
+    def radix_key(self, key: SessionKey, token_ids: array[int]) -> RadixKey:
+        """The full pages of `token_ids` as the tree is asked for them."""
+        radix_key = RadixKey(token_ids, key.extra_key, cache_salt=key.cache_salt)
+        return radix_key.page_aligned(self.page_size)
+
+    def match_tokens(self, key: SessionKey, token_ids: array[int]) -> int:
+        """How many leading tokens are on the device now."""
+        match = self._match_tree(MatchPrefixParams(key=self.radix_key(key, token_ids)))
+        return int(match.device_prefix_len)
+
     def lock_path(self, key: SessionKey, token_ids: array[int]) -> DevicePath:
         """Find the session's leading pages on the device and keep them there."""
-        match = self._match_tree(MatchPrefixParams(key=self._radix_key(key, token_ids)))
+        match = self._match_tree(MatchPrefixParams(key=self.radix_key(key, token_ids)))
         node = match.last_device_node
         root = self.root_node_handle(key.extra_key)
         indices = self.tree_core.collect_full_device_indices(node, root)
@@ -93,7 +103,7 @@ class KrulCache(UnifiedRadixCache):
         Node by node from the end: a node with children is shared, a locked one is in use, and what lies
         before either is so too.
         """
-        radix_key = self._radix_key(key, token_ids)
+        radix_key = self.radix_key(key, token_ids)
         keep_tokens = keep_tokens // self.page_size * self.page_size
         if 0 < keep_tokens < len(radix_key):
             self._match_tree(
@@ -107,10 +117,6 @@ class KrulCache(UnifiedRadixCache):
                 break
             freed += self._free_leaf(node)
         return freed
-
-    def _radix_key(self, key: SessionKey, token_ids: array[int]) -> RadixKey:
-        radix_key = RadixKey(token_ids, key.extra_key, cache_salt=key.cache_salt)
-        return radix_key.page_aligned(self.page_size)
 
     def _path(self, node: int) -> list[int]:
         """Node ids from below the root to `node`."""

@@ -13,9 +13,11 @@ from sgl_krul.engine.identity import Identity
 from sgl_krul.engine.linker import KrulLinker
 from sgl_krul.engine.messages import KrulControlReqInput, KrulControlReqOutput
 from sgl_krul.engine.page_source import DevicePageSource
+from sgl_krul.engine.restore_job import EngineDevice
 from sgl_krul.engine.write_through import device_pages
 from sgl_krul.errors import KrulError, SessionBusy
 from sgl_krul.service import Reply, SessionService
+from sgl_krul.service.wish import Wish
 from sgl_krul.session.record import SessionKey, common_tokens, page_key
 from sgl_krul.session.registry import Session, State
 
@@ -33,9 +35,16 @@ class SessionControl:
     """Drives the service from the scheduler's thread: nothing here waits for I/O."""
 
     def __init__(
-        self, service: SessionService, cache: KrulCache, linker: KrulLinker, identity: Identity
+        self,
+        service: SessionService,
+        cache: KrulCache,
+        linker: KrulLinker,
+        identity: Identity,
+        device: EngineDevice,
     ) -> None:
         self.service = service
+        self._device = device
+        service.resumes.plans.device = device
         self._identity = identity
         self._cache = cache
         self._linker = linker
@@ -50,6 +59,10 @@ class SessionControl:
             "export": self._known(self._export),
             "import": self._import,
             "show": self._known(self._show),
+            "plan": self._known(self._plan),
+            "timeline": self._timeline,
+            "calibrate": self._calibrate,
+            "rates": self._rates,
             "list": self._list,
         }
         cache.on_finished = service.observe
@@ -60,6 +73,10 @@ class SessionControl:
     def connect(self, send: Send) -> None:
         """Where answers go: SGLang's channel to the front end."""
         self._send = send
+
+    def test_recompute(self) -> None:
+        """Once, when all of the server is built."""
+        self._device.test_recompute()
 
     def handle(self, message: KrulControlReqInput) -> None:
         """Begin one verb. The answer follows by `connect`'s channel, now or when the work is done.
@@ -96,6 +113,16 @@ class SessionControl:
     def working(self) -> bool:
         """True while workers of this process need the interpreter."""
         return self.service.working or self._linker.write_through.pending > 0
+
+    @property
+    def computing(self) -> bool:
+        """True while a restore has something to compute in the next round: no time to nap."""
+        return self.service.computing
+
+    @property
+    def held_tokens(self) -> int:
+        """Device slots that restores have reserved: of no request, and not in the tree."""
+        return self._device.held_tokens
 
     @property
     def flushes(self) -> int:
@@ -165,18 +192,19 @@ class SessionControl:
             raise
         self._sources[session.digest] = source
 
-    def _resume(self, key: SessionKey, _argument: str, reply: Reply) -> None:
+    def _resume(self, key: SessionKey, argument: str, reply: Reply) -> None:
+        wish = Wish.read(argument, hold=False)
         session = self.service.registry.find(key.digest)
         if session is not None and session.state is State.ACTIVE:
             reply(self.service.describe(session) | {"reason": "the session is active: nothing to bring back"})
         elif session is not None:
-            self.service.resume(key, hold=False, reply=reply)
+            self.service.resume(key, hold=False, reply=reply, wish=wish)
         else:
             self.service.exchange.locate(
-                key, lambda _: self.service.resume(key, hold=False, reply=reply), reply
+                key, lambda _: self.service.resume(key, hold=False, reply=reply, wish=wish), reply
             )
 
-    def _hold(self, key: SessionKey, _argument: str, reply: Reply) -> None:
+    def _hold(self, key: SessionKey, argument: str, reply: Reply) -> None:
         """A request waits: restore if there is something to restore, else let it go at once.
 
         Of a session that is not known here, another server may have paused it into the shared tier.
@@ -188,7 +216,7 @@ class SessionControl:
         elif session is not None and session.state is not State.PAUSED:
             reply({"session_id": key.session_id, "state": session.state.value})
         else:
-            self.service.resume(key, hold=True, reply=reply)
+            self.service.resume(key, hold=True, reply=reply, wish=Wish.read(argument, hold=True))
 
     def _move(self, session: Session, _key: SessionKey, argument: str, reply: Reply) -> None:
         self.service.exchange.move(session, argument, reply)
@@ -221,10 +249,23 @@ class SessionControl:
     def _show(self, session: Session, _key: SessionKey, _argument: str, reply: Reply) -> None:
         reply(self.service.describe(session))
 
+    def _plan(self, session: Session, key: SessionKey, _argument: str, reply: Reply) -> None:
+        self.service.resumes.explain(session, key, reply)
+
+    def _timeline(self, key: SessionKey, _argument: str, reply: Reply) -> None:
+        reply(self.service.resumes.plans.timeline(key))
+
+    def _calibrate(self, _key: SessionKey, _argument: str, reply: Reply) -> None:
+        self.service.calibration.begin(reply)
+
+    def _rates(self, _key: SessionKey, _argument: str, reply: Reply) -> None:
+        reply(self.service.resumes.plans.rates())
+
     def _list(self, _key: SessionKey, _argument: str, reply: Reply) -> None:
         load = {
             "layer_takeovers": self._linker.layer_done_counter.takeovers,
             "slow_steps": self._slow_steps,
+            "recompute": self.service.resumes.plans.recompute,
         }
         self.service.exchange.refresh(reply, lambda: self.service.overview() | {"load": load})
 
@@ -244,6 +285,7 @@ class SessionControl:
         return max((index + 1 for index, page_hash in enumerate(hashes) if page_hash in ends), default=0)
 
     def _before_flush(self) -> None:
+        self.service.resumes.cancel_all("the device was flushed")
         for source in self._sources.values():
             source.revoke()
 

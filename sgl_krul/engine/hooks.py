@@ -45,7 +45,9 @@ def _hooks(make_router: MakeRouter | None = None) -> list[Hook]:
             (f"{manager}.generate_request", "AROUND", around_generate_request),
         ]
     elif "sglang.srt.managers.scheduler" in sys.modules:
-        updater = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
+        components = "sglang.srt.managers.scheduler_components"
+        pool = f"{components}.pool_stats_observer.SchedulerPoolStatsObserver"
+        updater = f"{components}.weight_updater.SchedulerWeightUpdaterManager"
         hooks += [
             ("sglang.srt.managers.scheduler.Scheduler.__init__", "AFTER", after_scheduler_init),
             ("sglang.srt.managers.scheduler.Scheduler.on_idle", "AFTER", after_on_idle),
@@ -60,6 +62,7 @@ def _hooks(make_router: MakeRouter | None = None) -> list[Hook]:
                 "AROUND",
                 around_new_version,
             ),
+            (f"{pool}.session_held_tokens", "AFTER", after_held_tokens),
             (f"{updater}.end_weight_update", "AROUND", around_end_of_update),
             (f"{updater}.check_weights", "AROUND", around_check_weights),
         ]
@@ -98,6 +101,7 @@ def after_scheduler_init(_result: None, scheduler: Any, *_args: Any, **_kwargs: 
         return
     scheduler.enable_unified_cache_external_linker = True
     control.connect(scheduler.send_control_output)
+    control.test_recompute()
     scheduler._request_dispatcher += TypeBasedDispatcher(  # noqa: SLF001
         [(KrulControlReqInput, control.handle)]
     )
@@ -106,8 +110,14 @@ def after_scheduler_init(_result: None, scheduler: Any, *_args: Any, **_kwargs: 
 def after_on_idle(_result: None, scheduler: Any) -> None:
     """While workers run, an idle scheduler naps between its rounds instead of holding the interpreter."""
     control = _control(scheduler)
-    if control is not None and control.working:
+    if control is not None and control.working and not control.computing:
         control.nap()
+
+
+def after_held_tokens(result: int, observer: Any) -> int:
+    """Slots that restores have reserved are held, not lost: SGLang counts its pool when idle."""
+    control = _control(observer)
+    return result if control is None else result + int(control.held_tokens)
 
 
 def after_paused_round(_result: None, scheduler: Any) -> None:

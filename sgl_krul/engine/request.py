@@ -54,15 +54,25 @@ def annotate(out: Any, report: dict[str, Any], held_ms: float) -> Any:
     """Tell in `meta_info` how many tokens really came from the store. `report` is the answer to the hold."""
     meta = out.get("meta_info") if isinstance(out, dict) else None
     if isinstance(meta, dict):
-        restored = (meta.get("cached_tokens_details") or {}).get("host", 0)
+        restored = _restored_tokens(meta, report)
         origin = report.get("restored_from", "nowhere")
         if origin == "nowhere":
             origin = "memory"  # the write-through had kept them
         meta["krul"] = {
             "restored_tokens": restored,
             "restored_from": origin if restored else "nowhere",
+            "recomputed_tokens": round(report.get("recomputed_tokens", 0)) if restored else 0,
             "held_ms": held_ms,
             "corrupt_chunks": report.get("corrupt_chunks", 0),
             "reason": report.get("reason", ""),
         }
     return out
+
+
+def _restored_tokens(meta: dict[str, Any], report: dict[str, Any]) -> int:
+    """What SGLang loaded from memory, or found on the device because the hold had put it there."""
+    loaded = int((meta.get("cached_tokens_details") or {}).get("host", 0))
+    if report.get("restored_to") != "device":
+        return loaded
+    in_place = min(int(report["restored_tokens"]), int(meta.get("cached_tokens", 0)))
+    return loaded + max(0, in_place - int(report.get("on_device_tokens", 0)))

@@ -11,25 +11,28 @@ from __future__ import annotations
 import time
 from array import array
 from collections.abc import Callable
-from dataclasses import dataclass, field
 
 from sgl_krul.config import Config
 from sgl_krul.layout import KvLayout
 from sgl_krul.metrics import MetricsSink, NoMetrics
 from sgl_krul.pause.pipeline import PageSource, Snapshot
-from sgl_krul.restore.pipeline import RestoreReport
+from sgl_krul.restore.rate_book import RateBook
+from sgl_krul.service.agreement import Agreement, Alone
+from sgl_krul.service.calibration import Calibration
 from sgl_krul.service.copies import StoredCopies
 from sgl_krul.service.counters import Counters
 from sgl_krul.service.exchange import Exchange
 from sgl_krul.service.jobs import Body, Job, Jobs, Reply
 from sgl_krul.service.moves import Moves
+from sgl_krul.service.resumes import Resumes
 from sgl_krul.service.tenants import Tenants
 from sgl_krul.service.transfers import HashPages, Transfers, Written
 from sgl_krul.service.upkeep import Upkeep
 from sgl_krul.service.views import describe, overview
+from sgl_krul.service.wish import NO_WISH, Wish
 from sgl_krul.session.catalog import find_sessions
 from sgl_krul.session.record import SessionKey
-from sgl_krul.session.registry import PausedCopy, Registry, Session, State
+from sgl_krul.session.registry import Registry, Session, State
 from sgl_krul.store.memory import MemoryTier
 from sgl_krul.store.tiered import TieredStore
 from sgl_krul.store.workers import Workers
@@ -37,15 +40,6 @@ from sgl_krul.store.workers import Workers
 __all__ = ["SessionService"]
 
 _SHARED_PAUSERS = 4
-_RESUMERS = 8  # each waits for the loaders, and for the store, most of the time
-
-
-@dataclass
-class _Hold:
-    """Pages held in memory for a request that waits for them."""
-
-    until: float
-    report: RestoreReport = field(default_factory=RestoreReport)
 
 
 class SessionService:
@@ -63,6 +57,8 @@ class SessionService:
         metrics: MetricsSink | None = None,
         clock: Callable[[], float] = time.monotonic,
         now: Callable[[], float] = time.time,
+        ranks: Agreement | None = None,
+        rates: RateBook | None = None,
     ) -> None:
         self.registry = Registry()
         self.counters = Counters()
@@ -75,15 +71,31 @@ class SessionService:
         self._now = now
         self._metrics = NoMetrics() if metrics is None else metrics
         self._jobs = Jobs()
-        self._holds: dict[str, _Hold] = {}
         self._tenants = Tenants(config.tenants, self.registry)
         # A pause to disk does not wait for one that waits for a network.
         pausers = 1 if store.shared is None else _SHARED_PAUSERS
         self._pausers = Workers("pause", max(config.pause.workers, pausers))
-        self._resumers = Workers("resume", _RESUMERS)
-        self._askers = Workers("resume-shared", _RESUMERS)  # apart: they wait for a network
         copies = StoredCopies(store)
         self._transfers = Transfers(config, layout, memory, copies, hash_pages, self._metrics, clock, now)
+        self.resumes = Resumes(
+            config,
+            layout,
+            self.registry,
+            self._jobs,
+            self._transfers,
+            memory,
+            self.counters,
+            self._metrics,
+            lambda: self.namespace,
+            Alone() if ranks is None else ranks,
+            RateBook(None, "") if rates is None else rates,
+            clock,
+            now,
+        )
+        self._transfers.depths = self.resumes.plans.depths
+        self.calibration = Calibration(
+            store.tiers, self.resumes.plans, self._jobs, lambda: self.namespace, config.restore.workers
+        )
         moves = Moves(copies, self._transfers.stop, now, archive_key)
         self._upkeep = Upkeep(
             config.placement,
@@ -107,7 +119,7 @@ class SessionService:
             clock,
         )
         self._discover()
-        self._resumers.submit(memory.prefault, config.memory.prefault_bytes)
+        self._pausers.submit(memory.prefault, config.memory.prefault_bytes)
 
     def _discover(self) -> None:
         """Find the sessions of earlier runs on the own disk, while the server starts.
@@ -138,11 +150,12 @@ class SessionService:
         if not aborted or len(token_ids) >= session.tokens:
             session.advance(token_ids, end_hash, self._now())
         self._upkeep.wakes(session.digest)
-        self._end_hold(session.digest)
+        self.resumes.end_hold(session.digest)
 
     def change_namespace(self, namespace: str) -> None:
         """The weights changed: what is stored becomes stale, what is in memory can't be found any more."""
         self.namespace = namespace
+        self.resumes.cancel_all("the weights changed")
         self.memory.clear()
         self._upkeep.start_over(namespace)
         for session in self.registry:
@@ -157,6 +170,11 @@ class SessionService:
     def working(self) -> bool:
         """True while anything runs on a worker."""
         return bool(self._jobs) or self._upkeep.working
+
+    @property
+    def computing(self) -> bool:
+        """True while a restore has a slice to compute at once."""
+        return self.resumes.computing or self.calibration.computing
 
     def wait(self, timeout_s: float) -> None:
         """Return when a job is done, or after `timeout_s`: for a caller that has nothing else to do."""
@@ -242,64 +260,13 @@ class SessionService:
             "elapsed_ms": round(1000 * seconds, 3),
         }
 
-    def resume(self, key: SessionKey, *, hold: bool, reply: Reply) -> None:
-        """Bring a paused session to memory; the shared tier is asked for one that is not known here.
-
-        With `hold`, a request waits: pages stay pinned until it has run.
+    def resume(self, key: SessionKey, *, hold: bool, reply: Reply, wish: Wish = NO_WISH) -> None:
+        """Bring a paused session back, to memory or to the device; see `Resumes.resume`.
 
         Raises:
             SessionBusy: another job of the session runs; nothing was changed.
         """
-        known = self.registry.find(key.digest)
-        session = known or Session(key.digest, key.session_id, key.salted, state=State.PAUSED)
-        self._jobs.refuse_if_busy(session)
-        start = self._clock()
-        deadline = start + self._config.session.hold_deadline_s
-        remote = self._transfers.copies.asks_shared(session.paused, self.namespace)
-        workers = self._askers if remote else self._resumers
-        future = workers.submit(
-            self._transfers.restore, key, session.token_ids, session.paused, self.namespace, deadline
-        )
-        before, session.state = session.state, State.RESUMING
-
-        def complete() -> Body:
-            if session.state is State.RESUMING:
-                session.state = before
-            report = future.result()
-            session.last_used = self._now()
-            self._account(session, report, self._clock() - start)
-            self._learn(session, report)
-            if hold:
-                self._end_hold(key.digest)
-                self._holds[key.digest] = _Hold(self._clock() + self._config.session.hold_deadline_s, report)
-            else:
-                report.release()
-            return describe(session) | {
-                "restored_tokens": report.tokens,
-                "recompute_tokens": max(0, session.tokens - report.tokens),
-                "bytes_read": report.bytes_read,
-                "restored_from": report.origin or (self.memory.name if report.tokens else "nowhere"),
-                "missing_chunks": report.missing_chunks,
-                "reason": report.cut,
-                "elapsed_ms": round(1000 * (self._clock() - start), 3),
-            }
-
-        self._jobs.begin(Job(key.digest, future, complete, reply))
-
-    def _learn(self, session: Session, report: RestoreReport) -> None:
-        """What a restore found out about the stored copy: that it is newer, elsewhere, or gone."""
-        if session.state not in (State.PAUSED, State.STALE):
-            return
-        manifest = report.manifest
-        if manifest is not None and manifest.namespace == self.namespace:
-            session.paused = PausedCopy.of(manifest, *report.tiers)
-            session.state = State.PAUSED
-            session.last_used = max(session.last_used, manifest.paused_at)
-            session.in_memory = report.tokens > 0
-            known = self.registry.add(session)
-            known.in_memory = known.state is State.PAUSED and report.tokens > 0
-        elif session.state is State.PAUSED and report.miss == "missing" and not session.rests_in_memory:
-            self.registry.remove(session.digest)  # no tier has it: what is listed must be there
+        self.resumes.resume(key, hold=hold, reply=reply, wish=wish)
 
     def forget(
         self,
@@ -318,7 +285,7 @@ class SessionService:
             SessionBusy: another job of the session runs; nothing was changed.
         """
         self._jobs.refuse_if_busy(session)
-        self._end_hold(session.digest)
+        self.resumes.end_hold(session.digest)
         self._upkeep.wakes(session.digest)
         future = self._pausers.submit(
             self._transfers.copies.delete, session.digest, self.namespace, session.may_lie_in, drop
@@ -349,10 +316,8 @@ class SessionService:
 
     def poll(self) -> None:
         """Answer what the workers are done with, and begin what is due. Never blocks."""
-        if self._holds:
-            now = self._clock()
-            for digest in [digest for digest, hold in self._holds.items() if hold.until < now]:
-                self._end_hold(digest)
+        self.resumes.step()
+        self.calibration.step()
         self._jobs.poll()
         if self._upkeep.poll():
             self.counters.evictions = self.memory.evictions
@@ -361,18 +326,16 @@ class SessionService:
     def close(self) -> None:
         """Stop the workers; a pause under way is finished first."""
         self._transfers.stop.set()
-        for digest in list(self._holds):
-            self._end_hold(digest)
         self._upkeep.close()
         self.exchange.close()
         self._pausers.close()
-        self._resumers.close()
-        self._askers.close()
+        self.calibration.close()
+        self.resumes.close()
         self._transfers.close()
 
     def check(self) -> list[str]:
         """Problems found: empty when sound."""
-        problems = self.registry.check() + self.memory.check() + self.store.check()
+        problems = self.registry.check() + self.memory.check() + self.store.check() + self.resumes.check()
         return problems + ([] if self.working else self._transfers.copies.exclusive.check())
 
     # ---- small things ----
@@ -392,25 +355,3 @@ class SessionService:
             session.state = State.ACTIVE
         else:
             session.state = State.STALE
-
-    def _account(self, session: Session, report: RestoreReport, seconds: float) -> None:
-        session.corrupt_chunks += report.corrupt_chunks
-        self.counters.corrupt_chunks += report.corrupt_chunks
-        self.counters.missing_chunks += report.missing_chunks
-        if session.paused is None and report.manifest is None:
-            return  # a new chat: nobody expected to find it
-        self.counters.resumes += 1
-        self.counters.restored_tokens += report.tokens
-        if report.miss:
-            self.counters.holes += 1
-            self._metrics.miss(report.miss)
-        elif report.tokens:
-            self._metrics.hit()
-        self._metrics.restored(
-            report.origin or self.memory.name, seconds, report.tokens, max(0, session.tokens - report.tokens)
-        )
-
-    def _end_hold(self, digest: str) -> None:
-        hold = self._holds.pop(digest, None)
-        if hold is not None:
-            hold.report.release()

@@ -12,10 +12,11 @@ from sgl_krul.errors import LeaseHeld, StoreError, StoreFull
 from sgl_krul.layout import KvLayout
 from sgl_krul.metrics import MetricsSink
 from sgl_krul.pause.memory_only import keep_in_memory
-from sgl_krul.pause.pipeline import PageSource, PauseReport, Snapshot, write_session
+from sgl_krul.pause.pipeline import Depths, PageSource, PauseReport, Snapshot, write_session
 from sgl_krul.restore.pipeline import Restorer, RestoreReport
 from sgl_krul.service.copies import Found, StoredCopies, goes_on
 from sgl_krul.service.mover import Stopped
+from sgl_krul.service.prepared import Prepared
 from sgl_krul.session.record import SessionKey, manifest_key, pack_tokens, page_key, session_prefix
 from sgl_krul.session.registry import MEMORY, PausedCopy
 from sgl_krul.store.memory import MemoryTier
@@ -24,6 +25,7 @@ from sgl_krul.store.workers import Workers
 __all__ = ["HashPages", "Transfers", "Written"]
 
 HashPages = Callable[[SessionKey, "array[int]"], tuple[str, ...]]
+PlanDepths = Callable[[str, KvLayout], Depths | None]
 _TICK_S = 1e-6
 _REMOTE_LOADERS = 8  # they wait for a network most of the time
 _REMOTE_AHEAD = 4
@@ -60,6 +62,7 @@ class Transfers:
         now: Callable[[], float],
     ) -> None:
         self.stop = Event()
+        self.depths: PlanDepths = lambda _tier, _layout: None  # every layer is stored
         self._config = config
         self._layout = layout
         self.memory = memory
@@ -146,6 +149,7 @@ class Transfers:
                         chunk_tokens=self._config.chunk.tokens,
                         now=lambda: moment,
                         generation=generation,
+                        depths=self.depths(tier.name, self._layout),
                     )
             except StoreError as error:
                 failed[tier.name] = error
@@ -211,22 +215,41 @@ class Transfers:
         report.release()  # an earlier pause left more of it than memory kept
         return self._restore(key, older, paused, namespace, deadline)
 
+    def prepare(
+        self, key: SessionKey, token_ids: array[int], paused: PausedCopy | None, namespace: str
+    ) -> Prepared:
+        """Find what there is of the session, for a restore to the device. Its pages in memory are pinned.
+
+        Nothing is read but the manifest. What is wrong with it the report says; there are no chunks then.
+        """
+        if paused is not None and paused.tiers == (MEMORY,):
+            keys = self._keys_in_memory(key, token_ids, paused, namespace)
+            prepared = Prepared.in_memory_only(
+                key, self.memory, keys, self._layout, token_ids, self._config.chunk.tokens
+            )
+            lost = _lost_from_memory(paused, prepared.tokens, prepared.report)
+            found = self.copies.find_in(self.store.others(()) if lost else (), key.digest, namespace)
+            if found.manifest is None or found.manifest.stored_tokens <= prepared.tokens:
+                return prepared
+            prepared.release()  # an earlier pause left more of it than memory kept
+        else:
+            found = self.copies.find(key.digest, paused, namespace)
+        report = self._examine(key, found, paused, namespace)
+        self._settle_tiers(key, report, found, paused)
+        return Prepared.of(key, report, found, self.memory, self.store, self._layout)
+
+    def loaders_each(self, prepared: Prepared) -> int:
+        """How many of them one session uses at once."""
+        remote = self.loaders(prepared) is self._remote_loaders
+        return max(self._config.restore.workers, _REMOTE_AHEAD if remote else 1)
+
     def _restore(
         self, key: SessionKey, found: Found, paused: PausedCopy | None, namespace: str, deadline: float
     ) -> RestoreReport:
-        report = RestoreReport()
-        manifest, tiers = found.manifest, found.tiers
-        if manifest is None:
-            report.end(*found.why)
-            report.corrupt_chunks = int(report.miss == "corrupt")
-            report.missing_chunks = int(report.miss == "missing" and paused is not None)
-            if report.missing_chunks:
-                self.copies.sweep(key.digest, namespace, paused)
+        report = self._examine(key, found, paused, namespace)
+        if report.manifest is None:
             return report
-        if manifest.hashes != self._hash_pages(key, manifest.token_array):
-            report.corrupt_chunks = 1
-            report.end("corrupt", "corrupt manifest (identity: its page hashes are not those of its tokens)")
-            return report
+        tiers = found.tiers
         remote = self.store.is_shared(tiers[0])
         restorer = Restorer(
             [*tiers, *self.store.others(tiers)],
@@ -236,40 +259,84 @@ class Transfers:
             ahead=max(self._config.restore.workers, _REMOTE_AHEAD if remote else 1),
         )
         report = restorer.run(
-            manifest, copies=found.copies, deadline=deadline, clock=self._clock, cancelled=self.stop
+            report.manifest, copies=found.copies, deadline=deadline, clock=self._clock, cancelled=self.stop
         )
-        report.tiers = tuple(tier.name for tier in tiers)
+        self._settle_tiers(key, report, found, paused)
+        return report
+
+    def _examine(
+        self, key: SessionKey, found: Found, paused: PausedCopy | None, namespace: str
+    ) -> RestoreReport:
+        """A report with the manifest to restore from; without one where there is none that can be trusted."""
+        report = RestoreReport()
+        if found.manifest is None:
+            report.end(*found.why)
+            report.corrupt_chunks = int(report.miss == "corrupt")
+            report.missing_chunks = int(report.miss == "missing" and paused is not None)
+            if report.missing_chunks:
+                self.copies.sweep(key.digest, namespace, paused)
+        elif found.manifest.hashes != self._hash_pages(key, found.manifest.token_array):
+            report.corrupt_chunks = 1
+            report.end("corrupt", "corrupt manifest (identity: its page hashes are not those of its tokens)")
+        else:
+            report.manifest = found.manifest
+        return report
+
+    def _settle_tiers(
+        self, key: SessionKey, report: RestoreReport, found: Found, paused: PausedCopy | None
+    ) -> None:
+        """Where the session lies, as this restore has seen it; and what it used in a shared tier lives on."""
+        manifest = report.manifest
+        if manifest is None:
+            return
+        report.tiers = tuple(tier.name for tier in found.tiers)
         if paused is not None and paused.paused_at == manifest.paused_at:  # out of reach is not gone
             report.tiers += tuple(name for name in found.unread if name in paused.tiers)
-        if any(map(self.store.is_shared, tiers)):  # nobody waits for it
-            keys = [manifest_key(namespace, key.digest), *(chunk.key for chunk in manifest.chunks)]
+        if any(map(self.store.is_shared, found.tiers)):  # nobody waits for it
+            keys = [manifest_key(manifest.namespace, key.digest), *(chunk.key for chunk in manifest.chunks)]
             self._remote_loaders.submit(self.store.touch, keys)
-        return report
+
+    def loaders(self, prepared: Prepared) -> Workers:
+        """The threads that load this session: apart for those that wait for a network."""
+        tiers = prepared.found.tiers
+        return self._remote_loaders if tiers and self.store.is_shared(tiers[0]) else self._loaders
 
     def _hold_in_memory(
         self, key: SessionKey, token_ids: array[int], paused: PausedCopy, namespace: str
     ) -> RestoreReport:
         """Pin what memory still has of a session that rests there."""
         report = RestoreReport()
-        hashes = self._hash_pages(key, token_ids) if paused.namespace == namespace else ()
-        keys = [page_key(namespace, page_hash) for page_hash in hashes]
-        keys = keys[: paused.stored_tokens // self._layout.page_size]
+        keys = self._keys_in_memory(key, token_ids, paused, namespace)
         pinned = None
         while pinned is None:  # what was there a moment ago may have been evicted since
             keys = keys[: self.memory.leading(keys)]
             pinned = self.memory.pin(keys)
         report.pins.append(pinned)
         report.tokens = report.from_memory_tokens = len(keys) * self._layout.page_size
-        if report.tokens < paused.stored_tokens:
-            lost = paused.stored_tokens - report.tokens
-            report.end("missing", f"{lost} tokens have left memory, and are nowhere else")
+        _lost_from_memory(paused, report.tokens, report)
         return report
+
+    def _keys_in_memory(
+        self, key: SessionKey, token_ids: array[int], paused: PausedCopy, namespace: str
+    ) -> list[str]:
+        """The memory keys of the pages of a session that rests there."""
+        hashes = self._hash_pages(key, token_ids) if paused.namespace == namespace else ()
+        keys = [page_key(namespace, page_hash) for page_hash in hashes]
+        return keys[: paused.stored_tokens // self._layout.page_size]
 
     def close(self) -> None:
         """Stop the loaders."""
         self.stop.set()
         self._loaders.close()
         self._remote_loaders.close()
+
+
+def _lost_from_memory(paused: PausedCopy, tokens: int, report: RestoreReport) -> int:
+    """How many tokens memory has no more of a session that rests there; the report says so."""
+    lost = paused.stored_tokens - tokens
+    if lost:
+        report.end("missing", f"{lost} tokens have left memory, where the session rested")
+    return lost
 
 
 def _newer(

@@ -31,6 +31,7 @@ def describe(session: Session) -> Body:
         "tier": tiers[0] if tiers else "device",
         "tiers": tiers,
         "exact": paused.exact if paused else True,
+        "layer_plan": paused.layer_plan if paused else "raw",
         "corrupt_chunks": session.corrupt_chunks,
         "last_used": session.last_used,
     }

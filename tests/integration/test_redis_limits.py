@@ -74,7 +74,9 @@ def test_half_of_the_chunks_are_evicted(redis: ValkeyServer) -> None:
             assert site.pause(session)["tiers"] == ["redis"]
         evict_half(client)
         whole = {session.digest: leading_chunks(client, session, chunks) for session in sessions}
-        assert len({count for count in whole.values() if count is not None}) > 1  # which ones is Redis' choice
+        assert (
+            len({count for count in whole.values() if count is not None}) > 1
+        )  # which ones is Redis' choice
         for session in sessions:
             found = whole[session.digest]
             answer = site.resumes(session, tokens=(found or 0) * CHUNK_TOKENS)

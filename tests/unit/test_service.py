@@ -167,6 +167,7 @@ def test_a_session_is_paused_and_resumed(bench: Bench) -> None:
         "device_tokens_freed": 96,
         "chunks_written": 3,
         "chunks_kept": 0,
+        "layer_plan": "raw",
         "not_written": {},
         "elapsed_ms": 0.0,
     }
@@ -617,7 +618,7 @@ def test_without_a_disk_sessions_rest_in_memory(memory_only: Bench) -> None:
     memory_only.memory.delete(chat(150).page_keys[5])
     answer = memory_only.resume(service)
     assert (answer["restored_tokens"], answer["missing_chunks"]) == (80, 0)
-    assert answer["reason"] == "64 tokens have left memory, and are nowhere else"
+    assert answer["reason"] == "64 tokens have left memory, where the session rested"
     assert list(service.overview()["tiers"]) == ["memory"]
     service.change_namespace(OTHER_NAMESPACE)
     assert len(service.registry) == 0

@@ -1,0 +1,274 @@
+"""Restores to the device: slots are reserved, two streams fill them, the pages go into the radix tree.
+
+Everything here runs in the thread that calls (the scheduler's) and returns at once, but for the loaders,
+which have threads of their own. A step computes one slice at most, so other chats wait no longer than that.
+With several ranks, what a step does follows from the least of what they all see (`Agreement`): the same
+slices in the same order, the same tokens in the tree.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+
+from sgl_krul.restore.cost import ComputeSample, LandSample, LoadSample
+from sgl_krul.restore.loader import SegmentLoader, Target
+from sgl_krul.restore.pipeline import Pin, RestoreReport
+from sgl_krul.restore.planner import RestorePlan
+from sgl_krul.restore.streams import Course, Grid, Slice, Streams
+from sgl_krul.restore.timeline import Span, Timeline
+from sgl_krul.service.agreement import Agreement
+from sgl_krul.service.prepared import Prepared
+
+__all__ = ["Device", "DeviceRestore", "DeviceRestores", "Reservation"]
+
+logger = logging.getLogger(__name__)
+
+_LATE_FACTOR = 1.5  # a plan that loads only and takes so much longer is given up for both streams
+_LATE_S = 0.05
+
+
+class Reservation(Protocol):
+    """Device slots for the leading tokens of a session, of which the first `start` are there already."""
+
+    @property
+    def start(self) -> int:
+        """Leading tokens that need neither loading nor computing."""
+        ...
+
+    @property
+    def target(self) -> Target:
+        """Where loaders write."""
+        ...
+
+    @property
+    def revoked(self) -> bool:
+        """True once the device was flushed: the slots are not ours any more."""
+        ...
+
+    def compute(self, piece: Slice) -> None:
+        """Run one slice through the model. Whatever it raises, the slots hold anything then."""
+        ...
+
+    def keep(self, tokens: int) -> Pin:
+        """Put the first `tokens` into the tree, give the other slots back, and pin what is there."""
+        ...
+
+    def give_back(self) -> None:
+        """Give all slots back. Writes under way end first."""
+        ...
+
+
+class Device(Protocol):
+    """Where slots come from: the engine."""
+
+    @property
+    def refuses_recompute(self) -> str:
+        """Why this model can't be recomputed; "" if it can."""
+        ...
+
+    def calibration(self) -> Iterator[ComputeSample]:
+        """Run slices of all sizes, one each time it is asked."""
+        ...
+
+    def on_device(self, prepared: Prepared) -> int:
+        """Leading tokens of the session that are on the device now."""
+        ...
+
+    def reserve(self, prepared: Prepared) -> Reservation | None:
+        """Slots for all tokens of `prepared.chunks`; None when there is no room."""
+        ...
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Bounds of a restore. `max_step_s`: how long one step may compute, if other slices follow at once."""
+
+    max_slice_tokens: int
+    max_step_s: float
+    clock: Callable[[], float]
+    ranks: Agreement
+
+
+class DeviceRestore:
+    """One session on its way to the device. `future` gets the report: it is there, or as far as it came.
+
+    `adaptive`: the plan is where the streams should meet; else it is the law.
+    """
+
+    def __init__(
+        self,
+        prepared: Prepared,
+        reservation: Reservation,
+        plan: RestorePlan,
+        settings: Settings,
+        *,
+        deadline: float,
+        can_compute: bool,
+        adaptive: bool,
+    ) -> None:
+        self.prepared = prepared
+        self.plan = plan
+        self.timeline = Timeline()
+        self.future: Future[RestoreReport] = Future()
+        self.compute_samples: list[ComputeSample] = []
+        self.computed_cells = 0  # tokens times layers
+        self._reservation = reservation
+        self._settings = settings
+        self._deadline = deadline
+        self._began = settings.clock()
+        self._loader: SegmentLoader | None = None
+        ends = np.cumsum([source.ref.tokens for source in prepared.chunks]).tolist()
+        stairs = np.asarray(plan.staircase)
+        grid = Grid(
+            ends,
+            prepared.layout.layers,
+            reservation.start,
+            prepared.segment_bytes(),
+            frozenset(n for n, source in enumerate(prepared.chunks) if source.pinned is not None),
+        )
+        course = Course(
+            [int((stairs >= end).sum()) for end in ends],
+            adaptive=adaptive,
+            computes=plan.recomputes,
+            can_compute=can_compute,
+        )
+        self._joins = adaptive and can_compute and not plan.recomputes
+        self.streams = Streams(grid, course, max_slice_tokens=settings.max_slice_tokens, clock=settings.clock)
+
+    def clock(self) -> float:
+        """Seconds since the restore began."""
+        return self._settings.clock() - self._began
+
+    def start(self, make_loader: Callable[[DeviceRestore, Target], SegmentLoader]) -> None:
+        """Begin to load."""
+        self._loader = make_loader(self, self._reservation.target)
+        self._loader.start()
+
+    @property
+    def load_samples(self) -> list[LoadSample]:
+        """What loading took."""
+        return [] if self._loader is None else self._loader.samples
+
+    @property
+    def land_samples(self) -> list[LandSample]:
+        """What landing took."""
+        return [] if self._loader is None else self._loader.land_samples
+
+    def step(self) -> bool:
+        """Compute a slice if there is one to compute; end if all is done. True if it computed."""
+        if self._reservation.revoked:
+            self._end(0, ("cancelled", "the device was flushed meanwhile"))
+            return False
+        view, in_time, loading, late = self._agreed()
+        if late:
+            self.streams.start_computing()
+        piece = None if self.streams.finished(view) or not in_time else self.streams.next_slice(view)
+        if piece is not None:
+            return self._compute(piece)
+        if self.streams.finished(view) or not in_time or not loading:
+            why = ("", "") if in_time else ("deadline", "deadline")
+            self._end(self.streams.placed_tokens(view), why)
+        return False
+
+    def cancel(self, why: str) -> None:
+        """Give every slot back; the report has no tokens."""
+        self._end(0, ("cancelled", why))
+
+    def _agreed(self) -> tuple[Any, bool, bool, bool]:
+        """What all ranks see: the cells, whether there is time, whether loads go on, and are late."""
+        now = self._settings.clock()
+        loading = self._loader is not None and not self._loader.done.done()
+        late = self._joins and now - self._began > _LATE_FACTOR * self.plan.load_s + _LATE_S
+        view = self.streams.view()
+        flags = [now <= self._deadline, loading, not late]
+        if self._settings.ranks.size > 1:
+            agreed = self._settings.ranks.agree_min([*view.reshape(-1).tolist(), *map(int, flags)])
+            view = np.array(agreed[:-3], np.int8).reshape(view.shape)
+            flags = list(map(bool, agreed[-3:]))
+        in_time, loading, early = flags
+        return view, in_time, loading, not early
+
+    def _compute(self, piece: Slice) -> bool:
+        begun = self._settings.clock()
+        try:
+            self._reservation.compute(piece)
+        except Exception:  # the model's own code: whatever it was, the session is loaded instead
+            logger.exception("krul: recompute failed in layer %d; the rest is loaded", piece.layer)
+            self.streams.compute_failed()
+            return False
+        self.streams.computed(piece)
+        ended = self._settings.clock()
+        tokens = piece.end - piece.start
+        self.computed_cells += tokens
+        self.compute_samples.append(ComputeSample(piece.start, tokens, piece.kv_only, ended - begun))
+        self.timeline.add(
+            Span("compute", begun - self._began, ended - self._began, piece.start, tokens, piece.layer, 1)
+        )
+        return True
+
+    def _end(self, tokens: int, why: tuple[str, str]) -> None:
+        """The report; slots that are not kept are given back."""
+        if self.future.done():
+            return
+        self.streams.stop()
+        report = self.prepared.report
+        if self._loader is not None:
+            self._loader.cancel()
+            self._loader.enter(report)
+        if why[0]:
+            report.end(*why)
+        elif tokens < self.streams.grid.ends[-1]:  # and the loader knows of no lost chunk
+            report.end("recompute", "recompute is refused or failed; the server's log says why")
+        self.timeline.close(self._settings.clock() - self._began, self.streams.staircase)
+        try:
+            if tokens > 0:
+                report.pins.append(self._reservation.keep(tokens))
+                report.tokens = tokens
+            else:
+                self._reservation.give_back()
+        except BaseException as error:
+            self.future.set_exception(error)
+            raise
+        self.future.set_result(report)
+
+
+class DeviceRestores:
+    """The restores under way, oldest first."""
+
+    def __init__(self, settings: Settings) -> None:
+        self.settings = settings
+        self._running: list[DeviceRestore] = []
+        self.computing = False  # the last step computed: another slice may follow at once
+
+    def __bool__(self) -> bool:
+        return bool(self._running)
+
+    def begin(self, restore: DeviceRestore) -> None:
+        """Watch it."""
+        self._running.append(restore)
+
+    def step(self) -> None:
+        """One slice, or several if they take no more than `max_step_s` together (on one rank: ranks have
+        clocks of their own).
+        """
+        begun = before = self.settings.clock()
+        while True:
+            self.computing = any(restore.step() for restore in list(self._running))
+            self._running = [restore for restore in self._running if not restore.future.done()]
+            now = self.settings.clock()
+            over = now + (now - before) - begun > self.settings.max_step_s
+            if not self.computing or over or self.settings.ranks.size > 1:
+                return
+            before = now
+
+    def cancel_all(self, why: str) -> None:
+        """Every slot is given back."""
+        for restore in self._running:
+            restore.cancel(why)
+        self._running.clear()

@@ -1,0 +1,161 @@
+"""What a restore to the device starts from: a session's chunks, where each lies, what is in memory."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from sgl_krul.layout import KvLayout
+from sgl_krul.restore.chunk_reader import keys_of, names_in
+from sgl_krul.restore.loader import ChunkSource
+from sgl_krul.restore.pipeline import RestoreReport, count_own_chunks
+from sgl_krul.restore.planner import RestoreTask, StoredChunk
+from sgl_krul.service.copies import Found
+from sgl_krul.session.record import ChunkRef, SessionKey, page_key
+from sgl_krul.store.memory import MemoryTier
+from sgl_krul.store.tier import Tier
+from sgl_krul.store.tiered import TieredStore
+
+__all__ = ["Prepared"]
+
+_NOWHERE = Found(("", ""))
+
+
+@dataclass
+class Prepared:
+    """A session ready to be restored. `token_ids` are all its tokens; `chunks` cover the leading ones.
+
+    `report` says what was wrong when there are no chunks; it goes on as the report of the restore.
+    """
+
+    key: SessionKey
+    report: RestoreReport
+    layout: KvLayout
+    token_ids: array[int] = field(default_factory=lambda: array("q"))
+    chunks: Sequence[ChunkSource] = ()
+    tiers: Sequence[Tier] = ()
+    found: Found = _NOWHERE
+
+    @classmethod
+    def of(
+        cls,
+        key: SessionKey,
+        report: RestoreReport,
+        found: Found,
+        memory: MemoryTier,
+        store: TieredStore,
+        layout: KvLayout,
+    ) -> Prepared:
+        """A session with a manifest (`report.manifest`); without one there is nothing to restore."""
+        manifest = report.manifest
+        if manifest is None:
+            return cls(key, report, layout, found=found)
+        own = count_own_chunks(manifest)
+        if own < len(manifest.chunks):
+            report.corrupt_chunks += 1
+            report.end("corrupt", "corrupt manifest (identity: token_digest of a chunk is not of its tokens)")
+        chunks, first, names = [], 0, names_in(found.copies)
+        for ref in manifest.chunks[:own]:
+            keys = tuple(page_key(manifest.namespace, h) for h in manifest.hashes[first : first + ref.pages])
+            chunks.append(ChunkSource(ref, first, keys_of(ref, names), memory.pin(keys)))
+            first += ref.pages
+        tiers = [*found.tiers, *store.others(found.tiers)]
+        return cls(key, report, layout, manifest.token_array, chunks, tiers, found)
+
+    @classmethod
+    def in_memory_only(
+        cls,
+        key: SessionKey,
+        memory: MemoryTier,
+        keys: Sequence[str],
+        layout: KvLayout,
+        token_ids: array[int],
+        chunk_tokens: int,
+    ) -> Prepared:
+        """A session that rests in memory, where `keys` name its pages: the leading ones still there."""
+        pages = chunk_tokens // layout.page_size
+        chunks = []
+        for first in range(0, memory.leading(keys), pages):
+            some = keys[first : first + pages]
+            some = some[: memory.leading(some)]
+            pinned = memory.pin(some) if some else None
+            if pinned is None:
+                break
+            tokens = len(some) * layout.page_size
+            ref = ChunkRef("", len(some), tokens, "", "", tokens * layout.token_bytes)
+            chunks.append(ChunkSource(ref, first, {}, pinned))
+            if len(some) < pages:
+                break
+        return cls(key, RestoreReport(), layout, token_ids, chunks)
+
+    @property
+    def tokens(self) -> int:
+        """Leading tokens that can be restored."""
+        return sum(source.ref.tokens for source in self.chunks)
+
+    @property
+    def all_in_memory(self) -> bool:
+        """Whether memory has every page."""
+        return all(source.pinned is not None for source in self.chunks)
+
+    @property
+    def tokens_by_tier(self) -> dict[str, int]:
+        """How many of them come from where."""
+        counts: dict[str, int] = {}
+        for source, chunk in zip(self.chunks, self.task(0, 1).chunks, strict=True):
+            counts[chunk.tier] = counts.get(chunk.tier, 0) + source.ref.tokens
+        return counts
+
+    def pin_in(self, report: RestoreReport) -> None:
+        """All is in memory: the report takes over the pins."""
+        report.pins += [source.pinned for source in self.chunks if source.pinned is not None]
+        report.tokens = report.from_memory_tokens = self.tokens
+        self.chunks = ()
+
+    def limit(self, tokens: int) -> None:
+        """No more than so many leading tokens are wanted: whole chunks beyond are left out."""
+        kept, end = [], 0
+        for source in self.chunks:
+            if end >= tokens:
+                if source.pinned is not None:
+                    source.pinned.release()
+                continue
+            kept.append(source)
+            end += source.ref.tokens
+        self.chunks = kept
+
+    def segment_bytes(self) -> NDArray[np.int64]:
+        """Bytes [chunks, layers] that can be had; 0 where a layer lies nowhere (paper mode)."""
+        layers = np.arange(self.layout.layers)
+        depths = [0 if source.pinned is not None else source.ref.depth for source in self.chunks]
+        sizes = [
+            np.where(layers >= depth, source.ref.pages * self.layout.page_segment_bytes, 0)
+            for source, depth in zip(self.chunks, depths, strict=True)
+        ]
+        return np.array(sizes, np.int64).reshape(len(self.chunks), self.layout.layers)
+
+    def task(self, on_device_tokens: int, new_tokens: int) -> RestoreTask:
+        """The planner's view of it."""
+        slow = self.found.tiers[0].name if self.found.tiers else ""
+        chunks = tuple(
+            StoredChunk(
+                source.ref.tokens,
+                MemoryTier.name if source.pinned is not None else slow,
+                tuple(int(size) for size in sizes),
+            )
+            for source, sizes in zip(self.chunks, self.segment_bytes(), strict=True)
+        )
+        return RestoreTask(
+            self.layout.layers, self.layout.page_size, chunks, on_device_tokens, max(1, new_tokens)
+        )
+
+    def release(self) -> None:
+        """Let the pinned pages go."""
+        for source in self.chunks:
+            if source.pinned is not None:
+                source.pinned.release()
+        self.chunks = ()
