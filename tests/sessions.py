@@ -15,6 +15,7 @@ from sgl_krul.config import ChunkConfig, Config, MemoryConfig, Replicate, Sessio
 from sgl_krul.layout import KvLayout, namespace
 from sgl_krul.pause.pipeline import PauseReport, Snapshot, write_session
 from sgl_krul.service import SessionService
+from sgl_krul.service.agreement import Agreement
 from sgl_krul.session.record import SessionKey, page_key
 from sgl_krul.store.memory import MemoryTier
 from sgl_krul.store.placement import Policy
@@ -247,11 +248,23 @@ def make_service(
     rules: Policy | None = None,
     clock: Callable[[], float] = time.monotonic,
     now: Callable[[], float] = time.time,
+    ranks: Agreement | None = None,
 ) -> SessionService:
     """A service over the test's own tiers."""
     store = TieredStore(tier, shared, policy=rules or policy())
     config = config or make_config()
-    return SessionService(config, LAYOUT, namespace, memory, store, hash_pages, b"key", clock=clock, now=now)
+    return SessionService(
+        config,
+        LAYOUT,
+        namespace,
+        memory,
+        store,
+        hash_pages,
+        b"key",
+        clock=clock,
+        now=now,
+        ranks=ranks,
+    )
 
 
 def make_config(hold_deadline_s: float = 30.0) -> Config:

@@ -210,6 +210,16 @@ class StoredCopies:
                     dropped += self.delete_quietly(tier, namespace, digest, paused.paused_at)
         return dropped
 
+    def drop_unagreed(self, digest: str) -> int:
+        """Delete from the own disk a session that other ranks do not have; returns how many objects went."""
+        own = [tier for tier in self.store.tiers if not self.store.is_shared(tier)]
+        with self.exclusive.hold(digest):
+            try:
+                return sum(delete_everywhere(tier, digest)[0] for tier in own)
+            except StoreError as error:  # it stays unlisted, and is found again by the next start
+                logger.warning("krul: %s, which other ranks do not have, stays: %s", digest[:12], error)
+                return 0
+
     def sweep(self, digest: str, namespace: str, paused: PausedCopy | None) -> None:
         """Without its manifest a session is only orphans; those of the shared tier end by themselves."""
         if paused is None:

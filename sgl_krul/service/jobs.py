@@ -10,6 +10,8 @@ from threading import Event
 from typing import Any
 
 from sgl_krul.errors import KrulError, SessionBusy
+from sgl_krul.service.agreed import Agreed, ready
+from sgl_krul.service.agreement import Agreement, Alone
 from sgl_krul.session.registry import Session
 
 __all__ = ["Body", "Job", "Jobs", "Reply"]
@@ -33,9 +35,10 @@ class Job:
 
 
 class Jobs:
-    """Jobs of one polling thread."""
+    """Jobs of one polling thread. Every rank begins the same ones, and finishes them in the same `poll`."""
 
-    def __init__(self) -> None:
+    def __init__(self, ranks: Agreement | None = None) -> None:
+        self._ranks = Alone() if ranks is None else ranks
         self._jobs: list[Job] = []
         self._done = Event()
 
@@ -57,7 +60,8 @@ class Jobs:
     def begin(self, job: Job) -> None:
         """Watch a job."""
         self._jobs.append(job)
-        job.future.add_done_callback(lambda _: self._done.set())
+        local = job.future.local if isinstance(job.future, Agreed) else job.future
+        local.add_done_callback(lambda _: self._done.set())
 
     def wait(self, timeout_s: float) -> None:
         """Return when a job is done, or after `timeout_s`."""
@@ -66,7 +70,8 @@ class Jobs:
 
     def poll(self) -> None:
         """Finish and answer what is done. Never blocks."""
-        for job in [job for job in self._jobs if job.future.done()]:
+        done = ready([job.future for job in self._jobs], self._ranks)
+        for job in [job for job, is_done in zip(self._jobs, done, strict=True) if is_done]:
             self._jobs.remove(job)
             outcome = self._outcome(job)
             if outcome is not None:

@@ -17,6 +17,7 @@ from sgl_krul.layout import KvLayout
 from sgl_krul.metrics import MetricsSink, NoMetrics
 from sgl_krul.pause.pipeline import PageSource, Snapshot
 from sgl_krul.restore.rate_book import RateBook
+from sgl_krul.service.agreed import agree_on_known, agree_on_session, agreed
 from sgl_krul.service.agreement import Agreement, Alone
 from sgl_krul.service.calibration import Calibration
 from sgl_krul.service.copies import StoredCopies
@@ -60,6 +61,7 @@ class SessionService:
         ranks: Agreement | None = None,
         rates: RateBook | None = None,
     ) -> None:
+        self.ranks = Alone() if ranks is None else ranks
         self.registry = Registry()
         self.counters = Counters()
         self.memory = memory
@@ -70,8 +72,8 @@ class SessionService:
         self._clock = clock
         self._now = now
         self._metrics = NoMetrics() if metrics is None else metrics
-        self._jobs = Jobs()
-        self._tenants = Tenants(config.tenants, self.registry)
+        self._jobs = Jobs(self.ranks)
+        self._tenants = Tenants(config.tenants, self.registry, self.ranks)
         # A pause to disk does not wait for one that waits for a network.
         pausers = 1 if store.shared is None else _SHARED_PAUSERS
         self._pausers = Workers("pause", max(config.pause.workers, pausers))
@@ -87,7 +89,7 @@ class SessionService:
             self.counters,
             self._metrics,
             lambda: self.namespace,
-            Alone() if ranks is None else ranks,
+            self.ranks,
             RateBook(None, "") if rates is None else rates,
             clock,
             now,
@@ -136,6 +138,8 @@ class SessionService:
                 self.registry.add(session)
             self.counters.corrupt_manifests += catalog.corrupt
             self.counters.orphans_removed += catalog.orphans
+        for session in agree_on_known(self.registry, self.ranks):
+            self.counters.orphans_removed += self._transfers.copies.drop_unagreed(session.digest)
 
     # ---- what the engine tells ----
 
@@ -165,6 +169,10 @@ class SessionService:
                 session.state = State.PAUSED if session.paused.namespace == namespace else State.STALE
             elif not self._jobs.busy(session.digest):  # else its job, once done, says what is left of it
                 self.registry.remove(session.digest)
+
+    def agree_on(self, key: SessionKey) -> None:
+        """Before a verb for `key` begins: see that all ranks know the session alike."""
+        agree_on_session(self.registry, key.digest, self._jobs.busy(key.digest), self.ranks)
 
     @property
     def working(self) -> bool:
@@ -224,6 +232,7 @@ class SessionService:
             before,
             to_memory=0 < size <= self._config.placement.memory_max_bytes,
         )
+        future = agreed(future, self.ranks)
         session.state = State.PAUSING
 
         def complete() -> Body:
@@ -290,6 +299,7 @@ class SessionService:
         future = self._pausers.submit(
             self._transfers.copies.delete, session.digest, self.namespace, session.may_lie_in, drop
         )
+        future = agreed(future, self.ranks)
 
         def complete() -> Body:
             freed_bytes = future.result()

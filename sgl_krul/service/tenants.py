@@ -5,6 +5,8 @@ from __future__ import annotations
 from threading import Lock
 
 from sgl_krul.config import TenantsConfig
+from sgl_krul.errors import QuotaExceeded
+from sgl_krul.service.agreement import Agreement, Alone
 from sgl_krul.session.registry import Registry, Session
 from sgl_krul.store.placement import TenantRule, TenantRules, check_quota
 
@@ -14,8 +16,9 @@ __all__ = ["Tenants"]
 class Tenants:
     """Quotas over the sessions of a registry. A session counts once, however many tiers have a copy."""
 
-    def __init__(self, config: TenantsConfig, registry: Registry) -> None:
+    def __init__(self, config: TenantsConfig, registry: Registry, ranks: Agreement | None = None) -> None:
         self._registry = registry
+        self._ranks = Alone() if ranks is None else ranks
         self._lock = Lock()
         self._claims: dict[str, int] = {}  # bytes that are being written, by session
         self._claimants: dict[str, Session] = {}
@@ -32,7 +35,14 @@ class Tenants:
             QuotaExceeded
         """
         with self._lock:
-            self.require_room(session, size_bytes)
+            refused = self._refusal(session, size_bytes)
+            # Sizes are those of a rank's own copies, which may differ after a damage.
+            if self._ranks.size > 1 and not self._ranks.agree_min([refused is None])[0]:
+                refused = refused or QuotaExceeded(
+                    f"session {session.session_id!r} is over its quota on another rank: delete sessions"
+                )
+            if refused is not None:
+                raise refused
             self._claims[session.digest] = size_bytes
             self._claimants[session.digest] = session
 
@@ -60,6 +70,13 @@ class Tenants:
         )
         replaced = self._stored(session)
         check_quota(tenant, used, replaced, size_bytes, quota)
+
+    def _refusal(self, session: Session, size_bytes: int) -> QuotaExceeded | None:
+        try:
+            self.require_room(session, size_bytes)
+        except QuotaExceeded as error:
+            return error
+        return None
 
     def _stored(self, session: Session) -> int:
         stored = session.paused.stored_bytes if session.paused is not None else 0
