@@ -18,6 +18,7 @@ from sgl_krul.store.tier import Entry, is_key
 __all__ = ["TEMPORARY", "Found", "FsyncLedger", "RootDirectory", "as_store_error"]
 
 TEMPORARY = ".tmp-"
+_LOCK = ".lock"
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 _GONE = (errno.ENOENT, errno.ENOTDIR, errno.ESTALE)
 _LOCK_POLL_S = 0.05
@@ -54,10 +55,10 @@ class RootDirectory:
         except OSError as error:
             raise StoreUnavailable(str(as_store_error(error, path))) from error
         try:
-            self.lock_fd = os.open(".lock", os.O_RDWR | os.O_CREAT, 0o600, dir_fd=self.fd)
+            self.lock_fd = os.open(_LOCK, os.O_RDWR | os.O_CREAT, 0o600, dir_fd=self.fd)
         except OSError as error:
             os.close(self.fd)
-            raise StoreUnavailable(str(as_store_error(error, path / ".lock"))) from error
+            raise StoreUnavailable(str(as_store_error(error, path / _LOCK))) from error
         try:
             self._take_lock(lock_wait_s)
         except BaseException:
@@ -84,7 +85,7 @@ class RootDirectory:
             os.pwrite(self.lock_fd, f"{os.getpid()}\n".encode("ascii"), 0)
         except OSError as error:
             if error.errno not in _NO_ROOM:  # a full disk can still be read from; only the pid is not told
-                raise StoreUnavailable(str(as_store_error(error, self.path / ".lock"))) from error
+                raise StoreUnavailable(str(as_store_error(error, self.path / _LOCK))) from error
 
     def gone(self) -> bool:
         """Whether the path does not lead to the open directory any more.
@@ -181,9 +182,14 @@ class RootDirectory:
         os.replace(beside, name, src_dir_fd=self.fd, dst_dir_fd=self.fd)
 
     def walk(self) -> Found:
-        """Every file whose path is a key, and every temporary. Other files are not ours."""
+        """Every file whose path is a key, and every temporary. Other files are not ours, nor are directories
+        with a lock of their own: a rank of a tensor parallel server lives there.
+        """
         found = Found([], [])
-        for directory, _, files, fd in os.fwalk(".", dir_fd=self.fd, onerror=_raise):
+        for directory, below, files, fd in os.fwalk(".", dir_fd=self.fd, onerror=_raise):
+            if directory != "." and _LOCK in files:
+                below.clear()
+                continue
             for file in files:
                 name = f"{directory}/{file}"[2:]
                 if file.startswith(TEMPORARY):
