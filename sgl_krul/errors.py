@@ -11,6 +11,7 @@
         SessionBusy        409
         NoDeviceRoom       503
       BadRequest           400    a field of a request that is not one of the values it may have
+      NotServed            501    not under tensor parallelism, so far
       BadArchive           400    a file that is no export of a session, or not one for this server
       StoreError
         StoreFull          507
@@ -39,6 +40,7 @@ __all__ = [
     "Missing",
     "NoDeviceRoom",
     "NoTimeline",
+    "NotServed",
     "QuotaExceeded",
     "SessionBusy",
     "SessionError",
@@ -111,6 +113,12 @@ class BadRequest(KrulError):
     """A field has a value it may not have; nothing was done."""
 
     status: ClassVar[int] = 400
+
+
+class NotServed(KrulError):
+    """This server can't do that; the message says which flag or setting is the reason."""
+
+    status: ClassVar[int] = 501
 
 
 class BadArchive(KrulError):

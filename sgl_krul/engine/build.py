@@ -19,6 +19,7 @@ from sgl_krul.engine.control import SessionControl
 from sgl_krul.engine.identity import Identity, model_settings
 from sgl_krul.engine.linker import KrulLinker
 from sgl_krul.engine.pool import KvPages, read_layout
+from sgl_krul.engine.ranks import in_turn, ranks_of
 from sgl_krul.engine.recompute import Recomputer
 from sgl_krul.engine.restore_job import EngineDevice
 from sgl_krul.errors import UnsupportedServer
@@ -27,6 +28,7 @@ from sgl_krul.metrics import Metrics, MetricsSink, NoMetrics
 from sgl_krul.restore.rate_book import RateBook, machine_fingerprint
 from sgl_krul.service import SessionService
 from sgl_krul.service.places import open_store, read_archive_key
+from sgl_krul.service.share import check_share, share_of
 from sgl_krul.store.memory import MemoryTier
 
 __all__ = ["build_cache"]
@@ -54,6 +56,9 @@ def build_cache(ctx: Any, config: Config) -> KrulCache:
             f"this model keeps {names} state; --radix-cache-backend krul serves models with full "
             f"attention only"
         )
+    ranks = ranks_of(cache)
+    check_share(config, ranks.size)
+    config = share_of(config, ranks.rank, ranks.size)
     pool = ctx.params.token_to_kv_pool_allocator.get_kvcache()
     layout = read_layout(pool, cache.page_size, _rope(ctx.model_config.hf_config))
     identity = Identity(
@@ -62,8 +67,11 @@ def build_cache(ctx: Any, config: Config) -> KrulCache:
         model_settings(ctx.server_args, ctx.model_config.hf_config),
         str(ctx.server_args.load_format),
         cache_home(os.environ) / "fingerprints.json",
+        ranks.rank,
+        ranks.size,
     )
-    namespace = identity.of_model(Path(ctx.model_config.model_path))
+    # The first rank reads every byte of the model; the others find in the file what it remembered.
+    namespace = in_turn(ranks, lambda: identity.of_model(Path(ctx.model_config.model_path)))
     memory = MemoryTier(layout.layers, layout.page_segment_bytes, config.memory.capacity_bytes)
     linker = KrulLinker(
         KvPages(pool, layout),
@@ -71,6 +79,7 @@ def build_cache(ctx: Any, config: Config) -> KrulCache:
         namespace,
         max_layer_wait_s=config.restore.max_layer_wait_s,
         forward_stream=ctx.tp_worker.model_runner.forward_stream,
+        ranks=ranks,
     )
     cache.init_cache_linker(linker)
     pool.register_layer_transfer_counter(linker.layer_done_counter)
@@ -85,6 +94,7 @@ def build_cache(ctx: Any, config: Config) -> KrulCache:
         read_archive_key(config, cache_home(os.environ)),
         _metrics(),
         rates=_rates(config, layout, namespace, linker.pages.device),
+        ranks=ranks,
     )
     recomputer = Recomputer(ctx.tp_worker.model_runner, layout)
     device = EngineDevice(cache, linker.pages, recomputer)

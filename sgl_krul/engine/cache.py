@@ -34,6 +34,7 @@ class KrulCache(UnifiedRadixCache):
     """A UnifiedRadixCache that reports finished requests of sessions and gives the control step its turn."""
 
     on_finished: Callable[[SessionKey, array[int], str | None, bool], None] | None = None
+    on_first_token: Callable[[SessionKey], None] | None = None
     on_step: Callable[[], None] | None = None
     on_reset: Callable[[], None] | None = None
     krul_control: Any = None
@@ -42,7 +43,11 @@ class KrulCache(UnifiedRadixCache):
     def checkpoint_into_tree(self, req: Any, *, up_to: int, **kwargs: Any) -> None:
         """Insert as SGLang does; a finished request of a session is that session's state from now on."""
         super().checkpoint_into_tree(req, up_to=up_to, **kwargs)
-        if self.on_finished is None or req.session_id is None or not req.finished():
+        if self.on_finished is None or req.session_id is None:
+            return
+        if self.on_first_token is not None and len(req.output_ids) == 1:
+            self.on_first_token(SessionKey(req.session_id, req.cache_salt or None, req.extra_key or None))
+        if not req.finished():
             return
         aborted = isinstance(req.finished_reason, FINISH_ABORT)
         if not (aborted and req.finished_reason.status_code):  # rejected: SGLang ran a stand-in of one token

@@ -65,7 +65,6 @@ _REFUSED: Mapping[str, tuple[str, Callable[[Any], bool], str]] = {
         lambda v: v == 1,
         "plugins don't run in tokenizer workers, so requests could not be held",
     ),
-    "tp_size": ("--tp-size", lambda v: v == 1, "tensor parallelism is not served yet"),
     "pp_size": ("--pp-size", lambda v: v == 1, "pipeline parallelism is not served"),
     "dp_size": ("--dp-size", lambda v: v == 1, "data parallelism is not served: run one server a replica"),
     "attn_cp_size": ("--attn-cp-size", lambda v: v in (None, 1), "context parallelism is not served"),

@@ -11,11 +11,11 @@ from typing import Any
 from sgl_krul.engine.cache import KrulCache
 from sgl_krul.engine.identity import Identity
 from sgl_krul.engine.linker import KrulLinker
-from sgl_krul.engine.messages import KrulControlReqInput, KrulControlReqOutput
+from sgl_krul.engine.messages import KrulControlReqInput, KrulControlReqOutput, prompt_of
 from sgl_krul.engine.page_source import DevicePageSource
 from sgl_krul.engine.restore_job import EngineDevice
 from sgl_krul.engine.write_through import device_pages
-from sgl_krul.errors import KrulError, SessionBusy
+from sgl_krul.errors import KrulError, NotServed, SessionBusy
 from sgl_krul.service import Reply, SessionService
 from sgl_krul.service.wish import Wish
 from sgl_krul.session.record import SessionKey, common_tokens, page_key
@@ -65,7 +65,10 @@ class SessionControl:
             "rates": self._rates,
             "list": self._list,
         }
+        if service.ranks.size > 1:
+            self._verbs |= dict.fromkeys(("move", "export", "import"), self._not_served)
         cache.on_finished = service.observe
+        cache.on_first_token = service.resumes.first_token
         cache.on_step = self._step
         self._slow_steps = 0
         cache.on_reset = self._before_flush
@@ -91,6 +94,7 @@ class SessionControl:
 
         try:
             key = SessionKey(message.session_id, message.cache_salt, message.extra_key)
+            self.service.agree_on(key)
             self._verbs[message.verb](key, message.argument, reply)
         except KrulError as error:
             reply(error)
@@ -149,6 +153,10 @@ class SessionControl:
         self.service.change_namespace(namespace)
         logger.info("krul: weights changed, sessions are stored under namespace %s from now on", namespace)
 
+    def on_any_rank(self, flag: bool) -> bool:
+        """Whether `flag` is set on any rank; all of them ask."""
+        return not self.service.ranks.agree_min([not flag])[0]
+
     def _known(self, verb: Callable[[Session, SessionKey, str, Reply], None]) -> Any:
         """A verb for a session that this server knows, or that the shared tier tells it of."""
 
@@ -193,7 +201,7 @@ class SessionControl:
         self._sources[session.digest] = source
 
     def _resume(self, key: SessionKey, argument: str, reply: Reply) -> None:
-        wish = Wish.read(argument, hold=False)
+        wish = Wish.read(argument)
         session = self.service.registry.find(key.digest)
         if session is not None and session.state is State.ACTIVE:
             reply(self.service.describe(session) | {"reason": "the session is active: nothing to bring back"})
@@ -216,7 +224,7 @@ class SessionControl:
         elif session is not None and session.state is not State.PAUSED:
             reply({"session_id": key.session_id, "state": session.state.value})
         else:
-            self.service.resume(key, hold=True, reply=reply, wish=Wish.read(argument, hold=True))
+            self.service.resume(key, hold=True, reply=reply, wish=Wish(prompt=prompt_of(argument)))
 
     def _move(self, session: Session, _key: SessionKey, argument: str, reply: Reply) -> None:
         self.service.exchange.move(session, argument, reply)
@@ -226,6 +234,13 @@ class SessionControl:
 
     def _import(self, _key: SessionKey, argument: str, reply: Reply) -> None:
         self.service.exchange.take_in(Path(argument), reply)
+
+    def _not_served(self, _key: SessionKey, _argument: str, _reply: Reply) -> None:
+        raise NotServed(
+            "moving, exporting and importing sessions is not served with --tp-size "
+            f"{self.service.ranks.size}: each rank stores its own heads. Run it on one GPU, or pause and "
+            "resume only."
+        )
 
     def _forget(self, session: Session, key: SessionKey, _argument: str, reply: Reply) -> None:
         own = [(ids, self._cache.page_hashes(key, ids)) for ids in (session.token_ids, *session.branches)]
@@ -272,7 +287,8 @@ class SessionControl:
     def _free_device(self, session: Session, key: SessionKey, hashes: tuple[str, ...]) -> int:
         """Free the session's own device pages: older branches first, so their trunk is a leaf afterwards."""
         self._cache.drain_offloads()
-        keep = self._shared_pages(session, hashes) * self._cache.page_size
+        (unshared,) = self.service.ranks.agree_min([-self._shared_pages(session, hashes)])
+        keep = -unshared * self._cache.page_size
         freed = sum(self._cache.free_tail(key, branch, keep) for branch in session.branches)
         return freed + self._cache.free_tail(key, session.token_ids, keep)
 

@@ -128,7 +128,7 @@ class FrontEnd:
             SessionBusy, UnknownSession, AnswerError
         """
         argument = resume_argument(target, strategy)
-        Wish.read(argument, hold=False)  # not after waiting for a turn
+        Wish.read(argument)  # not after waiting for a turn
         if self.gate.running(key.digest):
             return await self.show(key) | {"target": target, "reason": "a request of the session is running"}
         return await self._alone("resume", key, timeout_s, argument)

@@ -15,6 +15,7 @@ from sgl_krul.engine.compat import BACKEND, Hook, apply_hooks, require_flags, re
 from sgl_krul.engine.frontend import FrontEnd
 from sgl_krul.engine.messages import KrulControlReqInput, KrulControlReqOutput, register_messages
 from sgl_krul.service.places import check_places
+from sgl_krul.service.share import check_share
 
 __all__ = ["create_cache", "register"]
 
@@ -148,6 +149,7 @@ def around_weight_update(original: Callable[..., Any], updater: Any, request: An
         result = original(updater, request)
         # A failed load from disk is rolled back by SGLang; the other ways may have changed a part.
         changed = path is None or bool(getattr(result, "success", True)) or control.flushes != flushes
+        changed = control.on_any_rank(changed)
     finally:
         if changed:
             control.weights_changed(
@@ -199,7 +201,9 @@ def after_check_server_args(_result: None, server_args: Any) -> None:
     resolved = resolving_view(server_args)
     if resolved.radix_cache_backend == BACKEND:
         require_flags(resolved)
-        check_places(_config(resolved.unified_cache_external_linker_config))
+        config = _config(resolved.unified_cache_external_linker_config)
+        check_places(config)
+        check_share(config, resolved.tp_size)
 
 
 def after_tokenizer_manager_init(make_router: MakeRouter | None) -> Callable[..., None]:

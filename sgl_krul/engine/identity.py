@@ -24,13 +24,22 @@ class Identity:
     """Names namespaces. `settings` is text: what else than the files decides how the model computes."""
 
     def __init__(
-        self, layout: KvLayout, weight_version: str | None, settings: str, load_format: str, memory: Path
+        self,
+        layout: KvLayout,
+        weight_version: str | None,
+        settings: str,
+        load_format: str,
+        memory: Path,
+        rank: int = 0,
+        world_size: int = 1,
     ) -> None:
         self._layout = layout
         self._weight_version = weight_version or ""
         self._settings = hashlib.sha256(settings.encode()).hexdigest()
         self._from_files = load_format in _FILE_FORMATS
         self._memory = memory
+        self._rank = rank
+        self._world_size = world_size
 
     def of_model(self, model: Path, weight_version: str | None = None) -> str:
         """The namespace for weights loaded from a directory, or from the local copy of a hub model."""
@@ -45,7 +54,7 @@ class Identity:
     def _namespace(self, fingerprint: str, weight_version: str | None) -> str:
         self._weight_version = weight_version or self._weight_version
         weights = f"{fingerprint}/{self._settings}"
-        return namespace(self._layout, weights, self._weight_version, rank=0, world_size=1)
+        return namespace(self._layout, weights, self._weight_version, self._rank, self._world_size)
 
 
 def model_settings(server_args: Any, hf_config: Any) -> str:

@@ -17,6 +17,7 @@ from sgl_krul.engine.layer_load import LayerCounter, LayerLoad
 from sgl_krul.engine.pool import KvPages, Run
 from sgl_krul.engine.upload import open_upload
 from sgl_krul.engine.write_through import WriteThrough, device_pages
+from sgl_krul.service.agreement import Agreement
 from sgl_krul.session.record import page_key
 from sgl_krul.store.memory import MemoryTier, PinnedPages, runs
 from sgl_krul.store.workers import Workers
@@ -37,6 +38,7 @@ class KrulLinker(UnifiedCacheLinker):
         *,
         max_layer_wait_s: float,
         forward_stream: Any,
+        ranks: Agreement,
     ) -> None:
         self.pages = pages
         self.memory = memory
@@ -48,6 +50,7 @@ class KrulLinker(UnifiedCacheLinker):
         self.suspended = False  # weights changed and the tree still holds KV of the old ones
         self._loaders = Workers("layer-load", 1)
         self._upload = open_upload(pages, open_device(pages.device))
+        self._ranks = ranks
         self._queued: dict[str, tuple[PinnedPages, list[Run]]] = {}
 
     def lookup(self, rid: str, transfers: list[PoolTransfer]) -> list[int]:
@@ -58,7 +61,11 @@ class KrulLinker(UnifiedCacheLinker):
         """Pin the pages and queue their copy; False (recompute) when one has gone since `lookup`."""
         (transfer,) = transfers
         pinned = self.memory.pin(self._keys(transfers))
-        if pinned is None:
+        # SGLang takes the answer for that of all ranks, and a page may have left the memory of one.
+        everywhere = self._ranks.agree_min([pinned is not None])[0]
+        if pinned is None or not everywhere:
+            if pinned is not None:
+                pinned.release()
             return False
         targets = device_pages(transfer.device_indices, self.pages.layout.page_size)
         self._queued[rid] = (pinned, runs(pinned.slots, targets))

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import base64
 import json
+from array import array
 from typing import Any
 
 from sglang.srt.managers.io_struct import BaseReq, hook_custom_types
@@ -11,6 +13,7 @@ __all__ = [
     "KrulControlReqInput",
     "KrulControlReqOutput",
     "hold_argument",
+    "prompt_of",
     "register_messages",
     "resume_argument",
 ]
@@ -42,15 +45,25 @@ def resume_argument(target: str, strategy: str | None) -> str:
 
 
 def hold_argument(obj: Any) -> str:
-    """What a hold should know of the request that waits: {"prompt_tokens": n}, or "" where n isn't known.
+    """The tokens of the request that waits, as text (int32, base64); "" where they aren't known.
 
     SGLang's chat route renders the template itself, so its requests carry token ids; a text has none yet.
     """
     ids = getattr(obj, "input_ids", None)
     # A list of lists is a batch. The first tells: SGLang's own check of the type asks no more.
     if isinstance(ids, list) and ids and isinstance(ids[0], int):
-        return json.dumps({"prompt_tokens": len(ids)})
+        try:
+            return base64.b64encode(array("i", ids).tobytes()).decode()
+        except (OverflowError, TypeError):  # no tokens of any model: SGLang refuses them
+            return ""
     return ""
+
+
+def prompt_of(argument: str) -> array[int] | None:
+    """The tokens in a `hold_argument`; None where there are none."""
+    ids = array("i")
+    ids.frombytes(base64.b64decode(argument))
+    return array("q", ids) if ids else None
 
 
 def register_messages() -> None:

@@ -84,7 +84,8 @@ class Streams:
     scheduler's thread calls `view`, `next_slice` and `computed`. Nothing here waits.
 
     Where several ranks restore together, `next_slice`, `finished` and `placed_tokens` are given the minimum
-    of their views, so all of them take the same slice.
+    of their views, so all of them take the same slice: what it is follows from that view, the grid and the
+    course alone. A rank that is writing a cell then while it is computed writes the same K and V.
     """
 
     def __init__(
@@ -114,7 +115,7 @@ class Streams:
         if course.adaptive:  # of the plan only this is taken: layer 0 costs compute next to nothing
             planned &= np.asarray(course.depths)[:, None] == 1
         self._reserved = planned & (self._state != PLACED) if self._computes else np.zeros_like(planned)
-        self._wanted = np.ones_like(planned) if course.adaptive else self._reserved | (self._state == LOST)
+        self._adaptive = course.adaptive
 
     # ---- loaders ----
 
@@ -157,7 +158,6 @@ class Streams:
         with self._lock:
             cells = self._state[chunk]
             cells[(cells == FREE) | (cells == COMING)] = LOST
-            self._wanted[chunk] = True
 
     # ---- the scheduler's thread ----
 
@@ -182,9 +182,11 @@ class Streams:
                 return None
             if not self._computes and not (agreed == LOST).any():
                 return None
-            wanted = self._wanted & (agreed <= FREE)
+            wanted = (agreed == LOST) | (agreed == FREE) & (self._adaptive | self._reserved)
             piece = (
-                self._sweep(wanted & self._reserved) or self._advance(wanted) or self._begin(wanted, agreed)
+                self._sweep(wanted & self._reserved)
+                or self._advance(wanted, agreed)
+                or self._begin(wanted, agreed)
             )
             if piece is not None:
                 cells = self._state[piece.first_chunk : piece.first_chunk + piece.chunks, piece.layer]
@@ -281,7 +283,7 @@ class Streams:
         first = int(chunks[0])
         return self._slice(first, self._span(first, alone), 0, kv_only=True)
 
-    def _advance(self, wanted: NDArray[np.bool_]) -> Slice | None:
+    def _advance(self, wanted: NDArray[np.bool_], agreed: View) -> Slice | None:
         """The current block through its next layer: without the chunks whose deeper layers others have."""
         if self._block is None:
             return None
@@ -289,6 +291,12 @@ class Streams:
         needing = [n for n in range(chunks) if wanted[first + n, layer:].any()]
         if layer == self.grid.layers or not needing:
             self._block = None
+            coming = layer < self.grid.layers and bool(
+                (agreed[first : first + chunks, layer] == COMING).any()
+            )
+            # The last cell of all that loads are about to bring: K and V alone are made sooner than it comes.
+            if coming and self._adaptive and not wanted.any():
+                return self._slice(first, chunks, layer, kv_only=True)
             return None
         chunks = needing[-1] + 1
         self._block = (first, chunks, layer + 1)
@@ -305,7 +313,7 @@ class Streams:
         if not needing[first]:
             return None
         self._block = (first, self._span(first, needing), 0)
-        return self._advance(wanted)
+        return self._advance(wanted, agreed)
 
     def _span(self, first: int, among: NDArray[np.bool_]) -> int:
         """How many consecutive chunks from `first` on are in `among` and fit one slice; at least one."""

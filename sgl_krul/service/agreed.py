@@ -24,6 +24,7 @@ from sgl_krul.restore.pipeline import RestoreReport
 from sgl_krul.service.agreement import Agreement
 from sgl_krul.session.record import ChunkRef
 from sgl_krul.session.registry import Registry, Session, State
+from sgl_krul.store.memory import PinnedPages
 
 __all__ = [
     "Agreed",
@@ -123,7 +124,9 @@ def trim(report: RestoreReport, pages: int) -> None:
     """Let go of what a restore pinned wholly beyond the first `pages` pages."""
     end = kept = 0
     while kept < len(report.pins) and end < pages:
-        end += len(report.pins[kept].slots)
+        pinned = report.pins[kept]
+        assert isinstance(pinned, PinnedPages), "what is on the device was agreed before it was kept"
+        end += len(pinned.slots)
         kept += 1
     for pinned in reversed(report.pins[kept:]):
         pinned.release()
@@ -134,17 +137,18 @@ def common_chunks(chunks: Sequence[ChunkRef], ranks: Agreement) -> int:
     """How many leading chunks every rank has cut alike: those of an older pause may end elsewhere."""
     if ranks.size == 1:
         return len(chunks)
-    mine = [chunk.last_page_hash for chunk in chunks]  # chained: it names all tokens before
+    mine = [[chunk.last_page_hash, chunk.pages] for chunk in chunks]  # chained: it names all tokens before
     told = [json.loads(text) for text in ranks.gather(json.dumps(mine))]
-    alike = (len(set(hashes)) == 1 for hashes in zip(*told, strict=False))
+    alike = (all(chunk == same[0] for chunk in same) for same in zip(*told, strict=False))
     return sum(1 for _ in takewhile(bool, alike))
 
 
 def agree_on_known(registry: Registry, ranks: Agreement) -> list[Session]:
-    """Keep of the sessions found at start those that every rank found; returns the others.
+    """Keep of the sessions found at start those that every rank found; returns those to delete.
 
     A pause is committed when every rank has its manifest: what only some have was under way when the server
-    ended. A session that is stale on one rank is stale.
+    ended. A session that is stale on one rank is stale. Where a rank has nothing at all, its disk may be
+    away: then nothing is deleted.
     """
     if ranks.size == 1:
         return []
@@ -158,6 +162,11 @@ def agree_on_known(registry: Registry, ranks: Agreement) -> list[Session]:
             dropped.append(session)
         elif State.STALE.value in states:
             session.state = State.STALE
+    if dropped and not all(told):
+        logger.warning(
+            "krul: a rank's store is empty: the others' %d sessions can't be resumed", len(dropped)
+        )
+        return []
     return dropped
 
 

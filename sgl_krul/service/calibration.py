@@ -19,6 +19,8 @@ import xxhash
 
 from sgl_krul.errors import KrulError, SessionBusy
 from sgl_krul.restore.cost import ComputeSample, LandSample, LoadSample
+from sgl_krul.service.agreed import agreed
+from sgl_krul.service.agreement import Agreement
 from sgl_krul.service.jobs import Body, Job, Jobs, Reply
 from sgl_krul.service.plans import Plans
 from sgl_krul.session.record import chunk_key
@@ -40,9 +42,16 @@ class Calibration:
     """One calibration at a time. Called by the scheduler's thread."""
 
     def __init__(
-        self, tiers: Sequence[Tier], plans: Plans, jobs: Jobs, namespace: Callable[[], str], in_flight: int
+        self,
+        tiers: Sequence[Tier],
+        plans: Plans,
+        jobs: Jobs,
+        namespace: Callable[[], str],
+        in_flight: int,
+        ranks: Agreement,
     ) -> None:
         self._tiers = tiers
+        self._ranks = ranks
         self._plans = plans
         self._jobs = jobs
         self._namespace = namespace
@@ -60,7 +69,7 @@ class Calibration:
         """
         if self.working:
             raise SessionBusy("a calibration is under way: wait for it, it takes less than a minute")
-        loads = self._worker.submit(self._measure_tiers, self._namespace())
+        loads = agreed(self._worker.submit(self._measure_tiers, self._namespace()), self._ranks)
         self._computed = Future()
         problems: list[str] = []
 
@@ -71,7 +80,7 @@ class Calibration:
         def computed() -> None:
             assert self._computed is not None
             self._computed.result()
-            kept = self._worker.submit(self._plans.book.observe_compute, self._samples)
+            kept = agreed(self._worker.submit(self._plans.book.observe_compute, self._samples), self._ranks)
             self._jobs.begin(Job("", kept, complete, reply))
 
         def complete() -> Body:

@@ -12,7 +12,7 @@ from sgl_krul.errors import NoTimeline
 from sgl_krul.layout import KvLayout
 from sgl_krul.pause.paper import paper_depths
 from sgl_krul.pause.pipeline import Depths
-from sgl_krul.restore.cost import Rates
+from sgl_krul.restore.cost import ForwardSample, Rates
 from sgl_krul.restore.pipeline import RestoreReport
 from sgl_krul.restore.planner import RestorePlan, RestoreTask, StoredChunk, Strategy, plan_restore
 from sgl_krul.restore.rate_book import RateBook
@@ -151,6 +151,10 @@ class Plans:
         self.book.observe_load(restore.load_samples)
         self.book.observe_land(restore.land_samples)
         self.book.observe_compute(restore.compute_samples)
+
+    def observe_forward(self, sample: ForwardSample) -> None:
+        """What a request took from its release to the first token."""
+        self._learner.submit(self.book.observe_forward, [sample])
 
     def timeline(self, key: SessionKey) -> Body:
         """What both streams did in the session's last restore to the device.

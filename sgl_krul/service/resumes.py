@@ -8,18 +8,21 @@ no job done before it can beat. All else becomes a restore to the device, if the
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from sgl_krul.config import Config
 from sgl_krul.errors import NoDeviceRoom
 from sgl_krul.layout import KvLayout
 from sgl_krul.metrics import MetricsSink
+from sgl_krul.restore.cost import ForwardSample
 from sgl_krul.restore.loader import SegmentLoader, Target
 from sgl_krul.restore.pipeline import RestoreReport
 from sgl_krul.restore.planner import RestorePlan, Strategy
 from sgl_krul.restore.rate_book import RateBook
 from sgl_krul.restore.staging import Staging
+from sgl_krul.service.agreed import agree_on_report, agreed
+from sgl_krul.service.agreed_restore import agree_on_plan, agree_on_prepared
 from sgl_krul.service.agreement import Agreement
 from sgl_krul.service.counters import Counters
 from sgl_krul.service.device_restore import DeviceRestore, DeviceRestores, Reservation, Settings
@@ -29,7 +32,7 @@ from sgl_krul.service.prepared import Prepared
 from sgl_krul.service.transfers import Transfers
 from sgl_krul.service.views import describe
 from sgl_krul.service.wish import TargetPlace, Wish
-from sgl_krul.session.record import SessionKey
+from sgl_krul.session.record import SessionKey, common_tokens
 from sgl_krul.session.registry import PausedCopy, Registry, Session, State
 from sgl_krul.store.memory import MemoryTier
 from sgl_krul.store.workers import Workers
@@ -44,7 +47,9 @@ class _Hold:
     """Pages held for a request that waits for them."""
 
     until: float
-    report: RestoreReport = field(default_factory=RestoreReport)
+    report: RestoreReport
+    released: float
+    prompt_tokens: int | None  # of the request, if a restore to the device was made for it
 
 
 @dataclass(frozen=True)
@@ -89,6 +94,7 @@ class Resumes:
         self._counters = counters
         self._metrics = metrics
         self._namespace = namespace
+        self._ranks = ranks
         self._clock = clock
         self._now = now
         self._holds: dict[str, _Hold] = {}
@@ -129,34 +135,45 @@ class Resumes:
             self._namespace(),
             resume.start + self._config.session.hold_deadline_s,
         )
-        self._begin(resume, future, lambda: self._finish(resume, future.result(), {"path": "memory"}))
+        future = agreed(future, self._ranks, RestoreReport.release)
+
+        def complete() -> Body:
+            report = future.result()
+            agree_on_report(report, self._layout.page_size, self._ranks)
+            return self._finish(resume, report, {"path": "memory"})
+
+        self._begin(resume, future, complete)
 
     def _to_device(self, resume: _Resume) -> None:
         future = self._prepare(resume.key, resume.session)
         self._begin(resume, future, lambda: self._prepared(resume, future.result()))
 
     def _prepare(self, key: SessionKey, session: Session) -> Any:
-        return self._workers(session.paused).submit(
+        future = self._workers(session.paused).submit(
             self._transfers.prepare, key, session.token_ids, session.paused, self._namespace()
         )
+        return agreed(future, self._ranks, Prepared.release)
 
     def _prepared(self, resume: _Resume, prepared: Prepared) -> Body | None:
         """What is stored is known. Reserve, plan and begin; None: the answer follows when it is done."""
         assert self.plans.device is not None
-        if resume.wish.prompt_tokens is not None:
-            prepared.limit(resume.wish.prompt_tokens)
+        prompt = resume.wish.prompt
+        if prompt is not None:
+            prepared.limit(common_tokens(prepared.token_ids, prompt))
+        all_in_memory = agree_on_prepared(prepared, self._ranks)
         report = prepared.report
         if not prepared.chunks:
             return self._finish(resume, report, {"path": "none"})
-        if resume.hold and prepared.all_in_memory:
+        if resume.hold and all_in_memory:
             prepared.pin_in(report)
             return self._finish(resume, report, {"path": "memory"})
         reservation = self.plans.device.reserve(prepared)
         if reservation is None:
             self._without_room(resume, prepared)
             return None
-        wish = resume.wish
-        plan = self.plans.make(prepared, reservation.start, wish.prompt_tokens, wish.strategy)
+        wish, prompt_tokens = resume.wish, None if prompt is None else len(prompt)
+        plan = self.plans.make(prepared, reservation.start, prompt_tokens, wish.strategy)
+        plan = agree_on_plan(plan, self._ranks)
         if plan.tokens <= reservation.start:
             return self._left_alone(resume, prepared, reservation, plan)
         prepared.limit(plan.tokens)
@@ -180,6 +197,7 @@ class Resumes:
         """All of it is on the device, or recomputing the rest with the next turn is the best there is."""
         report, complete = prepared.report, reservation.start == prepared.tokens
         if reservation.start:
+            resume.session.restored(prepared.token_ids[: reservation.start])
             report.pins.append(reservation.keep(reservation.start))
             report.tokens = reservation.start
         else:
@@ -221,6 +239,7 @@ class Resumes:
     def _landed(self, resume: _Resume, restore: DeviceRestore) -> Body:
         """A restore to the device is over: remember its timeline, learn its rates."""
         report = restore.future.result()
+        resume.session.restored(restore.prepared.token_ids[: report.tokens])
         timeline = self.plans.remember(resume.key, restore, report)
         return self._finish(
             resume,
@@ -262,8 +281,10 @@ class Resumes:
         self._learn(session, report, to_device=to_device)
         if resume.hold:
             self.end_hold(key.digest)
-            until = self._clock() + self._config.session.hold_deadline_s
-            self._holds[key.digest] = _Hold(until, report)
+            now, prompt = self._clock(), resume.wish.prompt
+            until = now + self._config.session.hold_deadline_s
+            known = len(prompt) if to_device and prompt is not None else None
+            self._holds[key.digest] = _Hold(until, report, now, known)
         else:
             report.release()
         came = report.tokens > 0
@@ -327,10 +348,23 @@ class Resumes:
         if hold is not None:
             hold.report.release()
 
+    def first_token(self, key: SessionKey) -> None:
+        """A request of the session has its first token: what that took after a restore is a rate to learn."""
+        hold = self._holds.get(key.digest)
+        if hold is None or hold.prompt_tokens is None or hold.prompt_tokens <= hold.report.tokens:
+            return
+        new, hold.prompt_tokens = hold.prompt_tokens - hold.report.tokens, None
+        seconds = self._clock() - hold.released
+        self.plans.observe_forward(ForwardSample(hold.report.tokens, new, self._layout.layers, seconds))
+
     def end_old_holds(self) -> None:
         """Nobody waits for ever."""
+        if not self._holds:
+            return
         now = self._clock()
-        for digest in [digest for digest, hold in self._holds.items() if hold.until < now]:
+        # A hold may lock pages in the tree, so it ends on all ranks at once, by the slowest clock.
+        over = self._ranks.agree_min([hold.until < now for hold in self._holds.values()])
+        for digest in [digest for digest, is_over in zip(self._holds, over, strict=True) if is_over]:
             self.end_hold(digest)
 
     # ---- plans ----
@@ -346,6 +380,7 @@ class Resumes:
 
         def complete() -> Body:
             prepared = future.result()
+            agree_on_prepared(prepared, self._ranks)
             try:
                 return self.plans.explain(session, prepared)
             finally:

@@ -96,7 +96,12 @@ class SessionService:
         )
         self._transfers.depths = self.resumes.plans.depths
         self.calibration = Calibration(
-            store.tiers, self.resumes.plans, self._jobs, lambda: self.namespace, config.restore.workers
+            store.tiers,
+            self.resumes.plans,
+            self._jobs,
+            lambda: self.namespace,
+            config.restore.workers,
+            self.ranks,
         )
         moves = Moves(copies, self._transfers.stop, now, archive_key)
         self._upkeep = Upkeep(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from array import array
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
@@ -24,24 +25,22 @@ class TargetPlace(StrEnum):
 class Wish:
     """What the caller asks of a resume. `target` None: the best way for a request that waits.
 
-    `prompt_tokens`: length of that request, if known: more is not restored. `strategy` None: the configured.
+    `prompt`: the tokens of that request, if known: what it shares with the session is restored, and no more.
+    `strategy` None: the configured one.
     """
 
     target: TargetPlace | None = None
     strategy: Strategy | None = None
-    prompt_tokens: int | None = None
+    prompt: array[int] | None = None
 
     @classmethod
-    def read(cls, argument: str, *, hold: bool) -> Wish:
+    def read(cls, argument: str) -> Wish:
         """From a message of the front end ("" or JSON).
 
         Raises:
             BadRequest: naming what is wrong.
         """
         given: Any = json.loads(argument) if argument else {}
-        tokens = given.get("prompt_tokens")
-        if hold:
-            return cls(prompt_tokens=tokens if isinstance(tokens, int) and tokens > 0 else None)
         target = _one_of(TargetPlace, "target", given.get("target") or TargetPlace.MEMORY)
         strategy = given.get("strategy")
         if strategy is not None and target is not TargetPlace.DEVICE:

@@ -120,6 +120,11 @@ class Session:
         self.in_memory = False
         self.last_used = now
 
+    def restored(self, token_ids: array[int]) -> None:
+        """These tokens were put on the device: should the next turn differ, they are a branch of the chat."""
+        if not self.token_ids:
+            self.token_ids = token_ids
+
     @property
     def may_lie_in(self) -> frozenset[str]:
         """Tiers that may have a copy of it."""

@@ -27,7 +27,6 @@ FLAGS: dict[str, tuple[str, Any, Any]] = {
     "enable_streaming_session": ("--enable-streaming-session", False, True),
     "enable_session_radix_cache": ("--enable-session-radix-cache", False, True),
     "tokenizer_worker_num": ("--tokenizer-worker-num", 1, 2),
-    "tp_size": ("--tp-size", 1, 2),
     "pp_size": ("--pp-size", 1, 2),
     "dp_size": ("--dp-size", 1, 2),
     "attn_cp_size": ("--attn-cp-size", 1, 2),

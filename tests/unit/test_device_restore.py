@@ -33,6 +33,7 @@ from tests.sessions import (
     make_config,
     make_service,
     open_ssd,
+    tokens,
 )
 
 DEVICE = Wish(target=TargetPlace.DEVICE)
@@ -186,18 +187,20 @@ def test_a_request_that_waits_gets_its_session_pinned(tmp_path: Path) -> None:
     session = chat(4 * CHUNK_TOKENS)
     with open_site(tmp_path) as site:
         site.pause(session)
-        answer = site.resume(session, Wish(prompt_tokens=10_000), hold=True)
+        answer = site.resume(session, Wish(prompt=session.token_ids + tokens(20, 9000)), hold=True)
         assert answer["path"] == "device"
         assert sum(site.device.pinned.values()) == len(session.hashes)
         site.service.observe(session.key, session.token_ids)
         assert sum(site.device.pinned.values()) == 0
 
 
-def test_no_more_is_restored_than_the_prompt_has(tmp_path: Path) -> None:
+def test_no_more_is_restored_than_the_prompt_shares(tmp_path: Path) -> None:
     session = chat(6 * CHUNK_TOKENS)
     with open_site(tmp_path) as site:
         site.pause(session)
-        answer = site.resume(session, Wish(prompt_tokens=CHUNK_TOKENS + 3), hold=True)
+        answer = site.resume(
+            session, Wish(prompt=session.token_ids[: CHUNK_TOKENS + 3] + tokens(500, 9000)), hold=True
+        )
         assert answer["restored_tokens"] == 2 * CHUNK_TOKENS
 
 
@@ -218,7 +221,11 @@ def test_it_can_be_resumed_again_and_again_each_way(tmp_path: Path) -> None:
     session = chat(4 * CHUNK_TOKENS)
     with open_site(tmp_path) as site:
         site.pause(session)
-        wishes = [(DEVICE, False), (Wish(prompt_tokens=300), True), (Wish(TargetPlace.MEMORY), False)]
+        wishes = [
+            (DEVICE, False),
+            (Wish(prompt=session.token_ids + tokens(9, 9000)), True),
+            (Wish(TargetPlace.MEMORY), False),
+        ]
         for wish, hold in wishes * 3:
             answer = site.resume(session, wish, hold=hold)
             assert answer["restored_tokens"] == 256, (wish, answer)
@@ -461,7 +468,7 @@ def test_calibration_says_which_tier_it_could_not_measure(tmp_path: Path) -> Non
 )
 def test_a_wish_that_cannot_be_read_is_refused(argument: str, message: str) -> None:
     with pytest.raises(BadRequest, match=message):
-        Wish.read(argument, hold=False)
+        Wish.read(argument)
 
 
 @settings(max_examples=60, deadline=None)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import warnings
+from array import array
 from collections.abc import AsyncIterator, Callable, Coroutine
 from types import SimpleNamespace
 from typing import Any
@@ -21,6 +22,7 @@ with warnings.catch_warnings():
         KrulControlReqInput,
         KrulControlReqOutput,
         hold_argument,
+        prompt_of,
     )
 
 from sgl_krul.errors import BadRequest, SessionBusy
@@ -77,7 +79,7 @@ def test_a_resume_says_where_to_and_how(asked: dict[str, str], argument: dict[st
     (message,) = line.sent
     assert (message.verb, message.session_id, message.cache_salt) == ("resume", "chat", "salt")
     assert json.loads(message.argument) == argument
-    wish = Wish.read(message.argument, hold=False)
+    wish = Wish.read(message.argument)
     assert (wish.target, wish.strategy) == (argument["target"], argument["strategy"])
 
 
@@ -105,10 +107,14 @@ def test_a_bad_choice_is_refused_before_anything_waits(asked: tuple[str, str | N
         ({"input_embeds": [[0.5]]}, None),
     ],
 )
-def test_a_hold_tells_how_long_the_prompt_is(fields: dict[str, Any], tokens: int | None) -> None:
+def test_a_hold_tells_what_the_prompt_is(fields: dict[str, Any], tokens: int | None) -> None:
     argument = hold_argument(GenerateReqInput(**fields))
-    assert argument == ("" if tokens is None else json.dumps({"prompt_tokens": tokens}))
-    assert Wish.read(argument, hold=True).prompt_tokens == tokens
+    assert prompt_of(argument) == (None if tokens is None else array("q", range(tokens)))
+
+
+@pytest.mark.parametrize("ids", [[1 << 40], [1, None], [1, "two"]])
+def test_what_are_no_tokens_is_left_to_sglang(ids: list[Any]) -> None:
+    assert hold_argument(SimpleNamespace(input_ids=ids)) == ""
 
 
 def test_a_request_without_such_a_field() -> None:
@@ -127,7 +133,7 @@ def test_a_held_request_sends_it(make_request: Callable[..., Any]) -> None:
     line.run(serve(make_request("chat", input_ids=[1, 2, 3])))
     line.run(serve(make_request("other", text="hello")))
     assert [(message.verb, message.argument) for message in line.sent] == [
-        ("hold", '{"prompt_tokens": 3}'),
+        ("hold", hold_argument(SimpleNamespace(input_ids=[1, 2, 3]))),
         ("hold", ""),
     ]
 

@@ -329,10 +329,22 @@ def test_a_restore_that_fails_on_one_rank_pins_nothing_on_the_others(site: Site)
 
 def test_what_only_some_ranks_found_at_start_is_deleted(site: Site) -> None:
     site.pause(chat(150))
+    site.pause(chat(90, "other"))
     site.ssds[1].delete(manifest_key(NAMESPACES[1], KEY.digest))
     site.start()
     assert site.states() == [None, None]
-    assert [files(site.root / f"rank{rank}") for rank in range(RANKS)] == [{}, {}]
+    for rank in range(RANKS):
+        left = files(site.root / f"rank{rank}")
+        assert left
+        assert not any(KEY.digest in path for path in left)
+
+
+def test_where_a_rank_found_nothing_its_disk_may_be_away_and_nothing_is_deleted(site: Site) -> None:
+    site.pause(chat(150))
+    site.ssds[1].delete(manifest_key(NAMESPACES[1], KEY.digest))
+    site.start()
+    assert site.states() == [None, None]
+    assert any("manifest" in path for path in files(site.root / "rank0"))
 
 
 def test_a_delete_that_fails_on_one_rank_can_be_repeated(site: Site) -> None:
