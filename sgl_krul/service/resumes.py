@@ -251,7 +251,7 @@ class Resumes:
                 "recomputed_tokens": restore.computed_cells / self._layout.layers,
                 "loaded_bytes": report.bytes_read,
                 "seconds": timeline["seconds"],
-                "predicted_s": max(restore.plan.compute_s, restore.plan.load_s),
+                "predicted_s": max(restore.plan.compute_s, restore.plan.load_s) + restore.plan.fill_s,
                 "bubble": timeline["bubble"],
             },
         )
