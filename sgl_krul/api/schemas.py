@@ -132,7 +132,7 @@ class ResumeResult(SessionInfo):
     strategy: str | None = Field(default=None, description="What the plan was made by; null: there was none.")
     path: str = Field(default="", description='The way it came: "memory", "device" or "none".')
     restored_to: str = Field(default="", description='Where the tokens are: "memory", "device" or "nowhere".')
-    on_device_tokens: int = Field(default=0, description="Of the restored ones, those that were there before.")
+    on_device_tokens: int = Field(default=0, description="Those of them that were there before.")
     recomputed_tokens: float = Field(
         default=0.0, description="Computed anew meanwhile: tokens times layers, by the number of layers."
     )
