@@ -13,7 +13,6 @@ from collections.abc import Iterator
 import numpy as np
 
 from sgl_krul.restore.cost import ComputeSample
-from sgl_krul.restore.streams import Slice
 from sgl_krul.service.prepared import Prepared
 from tests.sessions import LAYOUT, PAGE, page_hashes, true_kv
 
@@ -31,6 +30,8 @@ class FakeDevice:
         self.fails_at: int | None = None
         self.epoch = 0
         self.slices = 0
+        self.longest = 0  # tokens of a slice
+        self.mistakes: list[str] = []  # slices that could not follow
         self.reserved = 0
 
     def hashes(self, prepared: Prepared) -> tuple[str, ...]:
@@ -72,7 +73,8 @@ class FakeDevice:
 
     def check(self) -> list[str]:
         """Leaks, and wrong pages in the tree."""
-        problems = [f"{name} is pinned" for name, count in self.pinned.items() if count]
+        problems = list(self.mistakes)
+        problems += [f"{name} is pinned" for name, count in self.pinned.items() if count]
         if self.reserved:
             problems.append(f"{self.reserved} pages are reserved")
         if len(self.free) + len(self.tree) != self.pool.shape[1]:
@@ -101,7 +103,7 @@ class FakeReservation:
         self._places = there + places
         self._closed = False
         self._lock = threading.Lock()
-        self._block: tuple[int, int, int] | None = None  # start, end, layer done
+        self._blocks: dict[int, tuple[int, int]] = {}  # start -> end, layer done
         for name in names[: len(there)]:
             device.pinned[name] = device.pinned.get(name, 0) + 1
 
@@ -119,27 +121,35 @@ class FakeReservation:
                 if first_page + offset >= len(self._there):
                     self._device.pool[layer, self._places[first_page + offset]] = row
 
-    def compute(self, piece: Slice) -> None:
+    def compute(self, start: int, end: int, layer: int, *, kv_only: bool) -> None:
         """See Reservation."""
+        try:
+            self._compute(start, end, layer, kv_only)
+        except (AssertionError, KeyError) as error:  # whoever called takes it for a model's failure
+            self._device.mistakes.append(f"[{start}, {end}) in layer {layer}: {error!r}")
+            raise
+
+    def _compute(self, start: int, end: int, layer: int, kv_only: bool) -> None:
         device = self._device
         device.slices += 1
-        if device.fails_at == piece.layer:
+        device.longest = max(device.longest, end - start)
+        if device.fails_at == layer:
             raise RuntimeError("no such kernel")
-        if piece.layer:
-            assert self._block is not None
-            start, end, layer = self._block
-            assert (start, layer) == (piece.start, piece.layer - 1), "the layer before was not computed"
-            assert piece.end <= end, "a block can't grow"
+        if layer:
+            last_end, last_layer = self._blocks[start]
+            assert last_layer == layer - 1, "the layer before was not computed"
+            assert end <= last_end, "a block can't grow"
         time.sleep(device.slice_s)
-        for page in range(piece.start // PAGE):
-            if piece.layer or not piece.kv_only:
-                place = self._places[page]
-                good = bytes(device.pool[piece.layer, place]) == true_kv(self._names[page], piece.layer)
-                assert good, f"page {page} was not in place when {piece} ran"
-        for page in range(piece.start // PAGE, piece.end // PAGE):
-            kv = np.frombuffer(true_kv(self._names[page], piece.layer), np.uint8)
-            device.pool[piece.layer, self._places[page]] = kv
-        self._block = None if piece.kv_only else (piece.start, piece.end, piece.layer)
+        for page in range(start // PAGE):
+            if layer or not kv_only:
+                good = bytes(device.pool[layer, self._places[page]]) == true_kv(self._names[page], layer)
+                assert good, f"page {page} was not in place when [{start}, {end}) ran in layer {layer}"
+        for page in range(start // PAGE, end // PAGE):
+            kv = np.frombuffer(true_kv(self._names[page], layer), np.uint8)
+            device.pool[layer, self._places[page]] = kv
+        self._blocks[start] = (end, layer)
+        if kv_only:
+            del self._blocks[start]
 
     def keep(self, tokens: int) -> FakePin:
         """See Reservation."""

@@ -20,7 +20,6 @@ from sgl_krul.engine.recompute import Recompute, Recomputer
 from sgl_krul.engine.recompute_measure import CALIBRATION_TOKENS, calibration_slices
 from sgl_krul.engine.write_through import device_pages
 from sgl_krul.restore.cost import ComputeSample
-from sgl_krul.restore.streams import Slice
 from sgl_krul.service.prepared import Prepared
 from sgl_krul.session.record import SessionKey
 
@@ -95,6 +94,10 @@ class EngineDevice:
         page_size = self._pages.layout.page_size
         return DeviceSlots(self._pages, device_pages(slots, page_size), path.tokens // page_size)
 
+    def synchronize(self) -> None:
+        """Wait until the slices run so far are done on the device."""
+        self._recomputer.synchronize()
+
     def open_recompute(self, tokens: array[int], slots: torch.Tensor) -> Recompute:
         """A recompute of these tokens into these slots (int64 [tokens])."""
         return self._recomputer.open(tokens, slots)
@@ -158,19 +161,23 @@ class _Reserved:
         self._path = path
         self._slots = slots
         self._epoch = device.epoch
-        self._recompute: Recompute | None = None
+        self._recomputes: dict[int, Recompute] = {}  # by the first token of their block
 
     @property
     def revoked(self) -> bool:
         """True once the device was flushed."""
         return self._device.epoch != self._epoch
 
-    def compute(self, piece: Slice) -> None:
-        """One slice through the model."""
-        if self._recompute is None:
+    def compute(self, start: int, end: int, layer: int, *, kv_only: bool) -> None:
+        """One slice through the model. Blocks with different starts are under way side by side."""
+        recompute = self._recomputes.get(start)
+        if recompute is None:
             slots = torch.cat([self._path.indices, self._slots])
-            self._recompute = self._device.open_recompute(self._tokens, slots)
-        self._recompute.run(piece.start, piece.end, piece.layer, piece.kv_only)
+            recompute = self._recomputes[start] = self._device.open_recompute(self._tokens, slots)
+        recompute.run(start, end, layer, kv_only)
+        self._device.synchronize()  # so slices don't queue up before others' decodes, and rates are true
+        if kv_only:
+            self._recomputes.pop(start).close()
 
     def keep(self, tokens: int) -> _PinnedPath:
         """The first `tokens` into the tree, pinned."""
@@ -191,9 +198,9 @@ class _Reserved:
 
     def _close(self) -> None:
         self.target.revoke()
-        if self._recompute is not None:
-            self._recompute.close()
-            self._recompute = None
+        for recompute in self._recomputes.values():
+            recompute.close()
+        self._recomputes.clear()
 
 
 class _PinnedPath:

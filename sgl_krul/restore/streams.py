@@ -299,8 +299,8 @@ class Streams:
                 return self._slice(first, chunks, layer, kv_only=True)
             return None
         chunks = needing[-1] + 1
-        self._block = (first, chunks, layer + 1)
-        deeper = wanted[first : first + chunks, layer + 1 :].any()
+        deeper = bool(wanted[first : first + chunks, layer + 1 :].any())
+        self._block = (first, chunks, layer + 1) if deeper else None  # of K and V alone nothing can go on
         return self._slice(first, chunks, layer, kv_only=not deeper)
 
     def _begin(self, wanted: NDArray[np.bool_], agreed: View) -> Slice | None:

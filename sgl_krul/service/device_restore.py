@@ -9,10 +9,11 @@ slices in the same order, the same tokens in the tree.
 from __future__ import annotations
 
 import logging
+from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -51,8 +52,11 @@ class Reservation(Protocol):
         """True once the device was flushed: the slots are not ours any more."""
         ...
 
-    def compute(self, piece: Slice) -> None:
-        """Run one slice through the model. Whatever it raises, the slots hold anything then."""
+    def compute(self, start: int, end: int, layer: int, *, kv_only: bool) -> None:
+        """Run the tokens [start, end) through one layer; layer l > 0 goes on from l - 1 of the same start.
+
+        Whatever it raises, the slots hold anything then.
+        """
         ...
 
     def keep(self, tokens: int) -> Pin:
@@ -123,6 +127,7 @@ class DeviceRestore:
         self._deadline = deadline
         self._began = settings.clock()
         self._loader: SegmentLoader | None = None
+        self._parts: deque[_Part] = deque()  # of the slice under way, which a large chunk makes too long
         ends = np.cumsum([source.ref.tokens for source in prepared.chunks]).tolist()
         stairs = np.asarray(plan.staircase)
         grid = Grid(
@@ -168,9 +173,10 @@ class DeviceRestore:
         view, in_time, loading, late = self._agreed()
         if late:
             self.streams.start_computing()
-        piece = None if self.streams.finished(view) or not in_time else self.streams.next_slice(view)
-        if piece is not None:
-            return self._compute(piece)
+        if not self._parts and in_time and not self.streams.finished(view):
+            self._parts = _parts(self.streams.next_slice(view), self._settings.max_slice_tokens)
+        if self._parts and in_time:
+            return self._compute(self._parts.popleft())
         if self.streams.finished(view) or not in_time or not loading:
             why = ("", "") if in_time else ("deadline", "deadline")
             self._end(self.streams.placed_tokens(view), why)
@@ -194,21 +200,23 @@ class DeviceRestore:
         in_time, loading, early = flags
         return view, in_time, loading, not early
 
-    def _compute(self, piece: Slice) -> bool:
+    def _compute(self, part: _Part) -> bool:
+        piece, start, end = part
         begun = self._settings.clock()
         try:
-            self._reservation.compute(piece)
+            self._reservation.compute(start, end, piece.layer, kv_only=piece.kv_only)
         except Exception:  # the model's own code: whatever it was, the session is loaded instead
             logger.exception("krul: recompute failed in layer %d; the rest is loaded", piece.layer)
+            self._parts.clear()
             self.streams.compute_failed()
             return False
-        self.streams.computed(piece)
-        ended = self._settings.clock()
-        tokens = piece.end - piece.start
+        if not self._parts:
+            self.streams.computed(piece)
+        ended, tokens = self._settings.clock(), end - start
         self.computed_cells += tokens
-        self.compute_samples.append(ComputeSample(piece.start, tokens, piece.kv_only, ended - begun))
+        self.compute_samples.append(ComputeSample(start, tokens, piece.kv_only, ended - begun))
         self.timeline.add(
-            Span("compute", begun - self._began, ended - self._began, piece.start, tokens, piece.layer, 1)
+            Span("compute", begun - self._began, ended - self._began, start, tokens, piece.layer, 1)
         )
         return True
 
@@ -236,6 +244,22 @@ class DeviceRestore:
             self.future.set_exception(error)
             raise
         self.future.set_result(report)
+
+
+class _Part(NamedTuple):
+    """Tokens [start, end) of a slice."""
+
+    piece: Slice
+    start: int
+    end: int
+
+
+def _parts(piece: Slice | None, max_tokens: int) -> deque[_Part]:
+    """A slice in parts of at most `max_tokens`, in order: each needs those before it in its layer."""
+    if piece is None:
+        return deque()
+    starts = range(piece.start, piece.end, max_tokens)
+    return deque(_Part(piece, start, min(start + max_tokens, piece.end)) for start in starts)
 
 
 class DeviceRestores:

@@ -149,6 +149,16 @@ def test_each_strategy_brings_the_same_bytes(tmp_path: Path, strategy: str) -> N
         assert (answer["recomputed_tokens"] > 0) == (strategy == "half") or strategy == "optimal"
 
 
+def test_a_chunk_longer_than_a_slice_is_computed_in_parts(tmp_path: Path) -> None:
+    session = chat(8 * CHUNK_TOKENS)
+    with open_site(tmp_path, max_slice_tokens=48) as site:
+        site.pause(session)
+        learn(site, bytes_per_s=1e6, s_per_token=1e-4)
+        answer = site.restored(session, Wish(TargetPlace.DEVICE, Strategy.half))
+        assert answer["recomputed_tokens"] > 0
+        assert site.device.longest == 48
+
+
 def test_recompute_all_is_no_restore(tmp_path: Path) -> None:
     session = chat(4 * CHUNK_TOKENS)
     with open_site(tmp_path) as site:
