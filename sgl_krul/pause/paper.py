@@ -1,9 +1,10 @@
 """Paper mode: how many leading layers of each chunk are not stored, since a resume always recomputes them.
 
-The staircase is the planner's, frozen at pause: layer l recomputes the tokens [0, R_l). A chunk that lies
-whole below a stair of layer l needs no segment for it. The number of such layers is the chunk's depth. In one
-session depths never rise from a chunk to the next: what is missing is then a staircase itself, and can be
-recomputed from token 0 on without waiting for anything that is loaded.
+The staircase is the planner's (Krul's eq. 1, `sgl_krul.restore.paper_plan`), frozen at pause: layer l
+recomputes the tokens [0, R_l). A chunk that lies whole below a stair of layer l needs no segment for it. The
+number of such layers is the chunk's depth. In one session depths never rise from a chunk to the next: what is
+missing is then a staircase itself, and can be recomputed from token 0 on without waiting for anything that is
+loaded.
 """
 
 from __future__ import annotations

@@ -6,8 +6,8 @@ F counts the operations of recomputing the share r of N tokens in L layers, G th
 measured rates stand for F / F_peak and G / B_peak. The split is by tokens and falls with depth, linearly,
 with r as its mean over the layers: from 2 r N down to 0 while r <= 1/2, from N down to (2 r - 1) N above.
 
-In the paper's mode what is recomputed is never stored; a restore then recomputes at least that. Deeper layers
-than the pyramid's are loaded for those tokens and wider ones are not stored: `floor`.
+In paper mode what is recomputed is never stored, so a later restore recomputes at least that, whatever the
+pyramid of its own rates says (`Chunks.floor`). `sgl_krul.pause.paper` is the pause's side of it.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from sgl_krul.restore.cost import Rates
 from sgl_krul.restore.table import Depths, Table
 from sgl_krul.restore.task import RestoreTask
 
-__all__ = ["paper_depths", "paper_share", "pyramid"]
+__all__ = ["paper_share", "pyramid", "pyramid_depths"]
 
 _HALVINGS = 12  # of the interval of shares: finer than any chunk
 
@@ -36,7 +36,7 @@ def pyramid(tokens: int, layers: int, share: float) -> tuple[float, ...]:
 
 
 def paper_share(task: RestoreTask, rates: Rates) -> float:
-    """r_c of eq. 1 for this session and these rates: what paper mode leaves out when it pauses a session.
+    """r_c of eq. 1 for this session and these rates, before it is rounded to whole chunks.
 
     Raises:
         ValueError: no compute rates.
@@ -46,7 +46,7 @@ def paper_share(task: RestoreTask, rates: Rates) -> float:
     return _balanced(Table(task, rates))[0]
 
 
-def paper_depths(table: Table) -> Depths:
+def pyramid_depths(table: Table) -> Depths:
     """The pyramid of eq. 1 in whole chunks, as depths of all chunks."""
     return _balanced(table)[1]
 

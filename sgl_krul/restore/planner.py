@@ -14,10 +14,10 @@ from dataclasses import replace
 import numpy as np
 
 from sgl_krul.restore.cost import Floats, Rates
-from sgl_krul.restore.paper_plan import paper_depths
+from sgl_krul.restore.paper_plan import pyramid_depths
 from sgl_krul.restore.plan import RestorePlan, Strategy
 from sgl_krul.restore.pricer import Follow, Pricer, expect_staircase
-from sgl_krul.restore.staircase import Streams, best_depths
+from sgl_krul.restore.staircase import StreamCosts, best_depths
 from sgl_krul.restore.table import Depths
 from sgl_krul.restore.task import RestoreTask, StoredChunk
 
@@ -64,7 +64,7 @@ def plan_restore(
     if not planner.can_compute:
         why = f"{strategy} needs recompute, and {planner.no_compute}: load all"
         return replace(planner.load_all(), why=why)
-    depths = paper_depths(planner.table) if strategy == Strategy.paper else planner.half_depths()
+    depths = pyramid_depths(planner.table) if strategy == Strategy.paper else planner.half_depths()
     return planner.fixed(depths, strategy)
 
 
@@ -197,7 +197,7 @@ class _Planner:
         layer_s = self.pricer.forward_layer_s(int(table.chunks.ends[count - 1]))
         fill, floor = table.fill[:count], table.chunks.floor(count)
         start_s = float(table.start_seconds(floor))
-        streams = Streams(table.compute[:count] + fill, table.load[:count] + fill, floor, 0.0, start_s)
+        streams = StreamCosts(table.compute[:count] + fill, table.load[:count] + fill, floor, 0.0, start_s)
 
         def seconds(depths: Depths) -> Floats:
             return self.pricer.restore_seconds(depths, layer_s)
@@ -212,7 +212,7 @@ class _Planner:
         before[:, 1:] = np.cumsum(table.chunks.bytes[:count] * pace, 1)
         for last in sorted({0, layers // 2, layers - 1}):
             wanted = np.maximum(before[:, last + 1 : last + 2] - before, 0.0)
-            follows = Streams(
+            follows = StreamCosts(
                 compute=streams.compute,
                 load=wanted + fill,
                 floor=floor,

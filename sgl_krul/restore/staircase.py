@@ -27,7 +27,7 @@ from sgl_krul.restore.beam import search
 from sgl_krul.restore.cost import Floats
 from sgl_krul.restore.table import Depths
 
-__all__ = ["Streams", "all_depths", "best_depths"]
+__all__ = ["StreamCosts", "all_depths", "best_depths"]
 
 _FEW = 4000  # staircases that are tried one and all
 _PRICES = 16  # tried at once; three times, each time between two neighbours of the time before
@@ -38,7 +38,7 @@ _EXCHANGES = 24  # of chunks' ends, at most
 _WIDE = 96  # moves on each side that are paired
 
 
-class Streams(NamedTuple):
+class StreamCosts(NamedTuple):
     """Two streams' seconds for C chunks at depths 0 ... L, float64 [C, L + 1], and what comes besides.
 
     `floor`: int64 [C], never growing.
@@ -64,7 +64,7 @@ class Streams(NamedTuple):
         return result
 
 
-def best_depths(streams: Streams, seconds: Callable[[Depths], Floats] | None = None) -> Depths:
+def best_depths(streams: StreamCosts, seconds: Callable[[Depths], Floats] | None = None) -> Depths:
     """The depths found, int64 [C]. `seconds` judges where few staircases are tried one and all."""
     chunks, depths = streams.compute.shape
     if not chunks:
@@ -93,7 +93,7 @@ def all_depths(layers: int, chunks: int) -> NDArray[np.int64]:
 # -- a price on load --
 
 
-def _nearest_balance(streams: Streams) -> tuple[Depths, Depths, float]:
+def _nearest_balance(streams: StreamCosts) -> tuple[Depths, Depths, float]:
     """Two nested staircases, best at neighbouring prices, load-bound one first; a price between."""
     chunks, width = streams.compute.shape
     groups = _Groups.of(chunks, _GROUPS)
@@ -129,7 +129,7 @@ class _Groups(NamedTuple):
         firsts = np.arange(0, chunks, -(-chunks // groups))
         return _Groups(firsts, np.diff(np.append(firsts, chunks)))
 
-    def sum(self, streams: Streams) -> Streams:
+    def sum(self, streams: StreamCosts) -> StreamCosts:
         """Groups as chunks. Floors never grow, so the first chunk's is the group's."""
         if len(self.firsts) == len(streams.floor):
             return streams
@@ -144,7 +144,7 @@ class _Groups(NamedTuple):
         return np.repeat(depths, self.sizes, axis=1)
 
 
-def _solve(streams: Streams, prices: Floats) -> NDArray[np.int64]:
+def _solve(streams: StreamCosts, prices: Floats) -> NDArray[np.int64]:
     """The least minimisers for each price, int64 [P, C]."""
     cost = streams.load * prices[:, None, None]
     cost += streams.compute
@@ -160,7 +160,7 @@ def _solve(streams: Streams, prices: Floats) -> NDArray[np.int64]:
     return depths
 
 
-def _solve_monotone(streams: Streams, prices: Floats) -> NDArray[np.int64]:
+def _solve_monotone(streams: StreamCosts, prices: Floats) -> NDArray[np.int64]:
     """The same where chunks on their own would grow deeper, by a dynamic programme from the last chunk on."""
     chunks, width = streams.compute.shape
     levels = np.arange(width)
@@ -179,7 +179,7 @@ def _solve_monotone(streams: Streams, prices: Floats) -> NDArray[np.int64]:
 # -- between two staircases --
 
 
-def _walk(streams: Streams, low: Depths, high: Depths) -> Depths:
+def _walk(streams: StreamCosts, low: Depths, high: Depths) -> Depths:
     """The best on two ways from `low` up to `high`, cell by cell."""
     grow_compute, grow_load = np.diff(streams.compute, axis=1), np.diff(streams.load, axis=1)
     layers = np.arange(grow_compute.shape[1])
@@ -199,7 +199,7 @@ def _walk(streams: Streams, low: Depths, high: Depths) -> Depths:
     return best
 
 
-def _exchange(streams: Streams, depths: Depths) -> Depths:
+def _exchange(streams: StreamCosts, depths: Depths) -> Depths:
     """Improve by giving one chunk, or a deeper one and a shallower one together, other depths."""
     compute, load = (float(total[0]) for total in streams.totals(depths[None]))
     for _ in range(_EXCHANGES):
@@ -220,7 +220,7 @@ def _exchange(streams: Streams, depths: Depths) -> Depths:
     return depths
 
 
-def _moves(streams: Streams, depths: Depths) -> tuple[Depths, Depths, Floats, Floats]:
+def _moves(streams: StreamCosts, depths: Depths) -> tuple[Depths, Depths, Floats, Floats]:
     """Single chunks that may change, to which depth, and both streams' change. The first does nothing."""
     width = streams.compute.shape[1]
     above = np.concatenate(([width - 1], depths[:-1]))
