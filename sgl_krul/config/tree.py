@@ -203,7 +203,7 @@ class SessionConfig:
 class RestoreConfig:
     """How sessions come back. `max_layer_wait_s`: how long a forward may wait for one layer; `max_step_s`:
     how long a restore may recompute in one round of the scheduler; `staging_bytes`: what the loaders of
-    a restore hold at most; `rates_file` None: in the cache directory.
+    all restores to the device hold together at most; `rates_file` None: in the cache directory.
     """
 
     workers: int = field(default=2, metadata=count_leaf(at_most=64))

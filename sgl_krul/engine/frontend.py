@@ -1,4 +1,4 @@
-"""The front end's side: requests of paused sessions wait here until their KV is in memory; verbs come and go.
+"""The front end's side: requests of paused sessions wait here until their KV is back; verbs come and go.
 
 Runs in the event loop of SGLang's tokenizer manager. The scheduler's process does the work; here is only who
 may go when (`SessionGate`), what has to be asked first (the hold), and how long anybody waits. A client that
@@ -62,7 +62,7 @@ class FrontEnd:
     # ---- requests ----
 
     async def serve(self, generate: Callable[[], AsyncIterator[Any]], obj: Any) -> AsyncIterator[Any]:
-        """Run a request that names a session: hold it while the session's KV comes to memory, then let it go.
+        """Run a request that names a session: hold it while the session's KV comes back, then let it go.
 
         Raises:
             ValueError: a bad session id; SGLang answers 400.

@@ -85,7 +85,8 @@ class Streams:
 
     Where several ranks restore together, `next_slice`, `finished` and `placed_tokens` are given the minimum
     of their views, so all of them take the same slice: what it is follows from that view, the grid and the
-    course alone. A rank that is writing a cell then while it is computed writes the same K and V.
+    course alone. A loader that is writing a cell while it is computed writes K and V of the same
+    tokens: equal but for rounding, so either will do.
     """
 
     def __init__(

@@ -1,7 +1,8 @@
 """Restores to the device: slots are reserved, two streams fill them, the pages go into the radix tree.
 
 Everything here runs in the thread that calls (the scheduler's) and returns at once, but for the loaders,
-which have threads of their own. A step computes one slice at most, so other chats wait no longer than that.
+which have threads of their own. A round of the scheduler computes one slice, or several short ones within
+`max_step_s`: other chats wait no longer than that.
 With several ranks, what a step does follows from the least of what they all see (`Agreement`): the same
 slices in the same order, the same tokens in the tree.
 """
