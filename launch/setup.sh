@@ -21,6 +21,9 @@ krul_setup() {
     if ! [[ $extras =~ ^[a-z]+(,[a-z]+)*$ ]]; then
         krul_fail "'$extras' is no list of extras." "Name them like this: launch/setup.sh test,dev,demo"
     fi
+    if [[ -L $venv ]]; then
+        krul_fail "$venv is a link: an install into it would change the one it points to." "Remove the link."
+    fi
     local wanted
     wanted="$(krul_wanted)"
     if krul_installed; then return; fi

@@ -151,6 +151,10 @@ class FakeReservation:
         if kv_only:
             del self._blocks[start]
 
+    def drop_blocks(self) -> None:
+        """See Reservation."""
+        self._blocks.clear()
+
     def keep(self, tokens: int) -> FakePin:
         """See Reservation."""
         self._close()

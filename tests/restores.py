@@ -76,6 +76,7 @@ def timeline_of(spans: list[Span], seconds: float) -> Timeline:
 
 
 TIMELINE: dict[str, Any] = {
+    "ended_at": 1.75e9,
     "plan": PLAN,
     "timeline": timeline_of(SPANS, 1.5).as_dict(),
     "path": "device",

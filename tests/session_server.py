@@ -80,7 +80,7 @@ class MemoryFront:
         strategy: str | None = None,
         timeout_s: float | None = None,
     ) -> dict[str, Any]:
-        Wish.read(resume_argument(target, strategy), hold=False)
+        Wish.read(resume_argument(target, strategy))
         self.resumed.append((target, strategy))
         restored = {"restored_tokens": 96, "recompute_tokens": 4, "restored_from": "ssd"}
         return self._find(key) | restored | self.restores.get("resume", {})

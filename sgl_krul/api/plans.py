@@ -111,6 +111,10 @@ class SessionPlan(BaseModel):
     plan: PlanInfo | None = None
     load_all: PlanInfo | None = None
     recompute_all: PlanInfo | None = None
+    paper: PlanInfo | None = Field(default=None, description="The pyramid of the Krul paper.")
+    paper_share: float | None = Field(
+        default=None, description="r_c of its eq. 1; null: nothing was measured."
+    )
     reason: str = ""
 
 
@@ -131,6 +135,7 @@ class SessionTimeline(BaseModel):
     """The last restore of a session, as it was planned and as it was."""
 
     session_id: str
+    ended_at: float = Field(default=0.0, description="When it was over, in unix seconds.")
     plan: PlanInfo
     timeline: TimelineInfo
     path: RestorePath

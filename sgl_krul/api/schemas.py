@@ -175,7 +175,7 @@ class Overview(BaseModel):
     sessions: list[SessionInfo]
     tiers: dict[str, TierInfo]
     counters: dict[str, int]
-    load: dict[str, int | RecomputeInfo] = Field(
+    load: dict[str, int | list[str] | RecomputeInfo] = Field(
         description="layer_takeovers: layers the forward copied itself; slow_steps: rounds in which the "
         "scheduler spent over 100 ms on sessions; recompute: whether a restore may recompute."
     )

@@ -40,7 +40,7 @@ def explain_lines(plan: SessionPlan) -> list[str]:
     recompute = "available" if plan.recompute.available else f"not on this server: {plan.recompute.reason}"
     return [
         f"{plan.session_id!r}: {plan.tokens:,} tokens ({', '.join(places) or 'none stored'}), "
-        f"{plan.new_tokens:,} new ones follow",
+        f"assuming {plan.new_tokens:,} new ones follow",
         _WAYS[plan.path],
         *([f"Why: {plan.plan.why}"] if plan.plan is not None and plan.plan.why else []),
         *([f"Of note: {plan.reason}"] if plan.reason else []),
@@ -60,8 +60,9 @@ def comparison_table(plan: SessionPlan) -> Table:
         ("the plan", plan.plan),
         ("load all", plan.load_all),
         ("recompute all", plan.recompute_all),
+        (f"the paper's pyramid, r_c {plan.paper_share or 0:.2f}", plan.paper),
     ):
-        if way is None:
+        if way is None or (way is plan.paper and plan.paper_share is None):
             continue
         # Without rates of the model the planner counts nothing for it: no time to first token is that short.
         known = plan.rates.compute is not None

@@ -98,7 +98,7 @@ def resume(
     strategy: Annotated[
         str | None,
         typer.Option(
-            help=f"How to the device: {', '.join(STRATEGIES)}; by default what the server finds best.",
+            help=f"How: {', '.join(STRATEGIES)} (recompute brings nothing).",
             show_default=False,
         ),
     ] = None,
@@ -234,9 +234,10 @@ def resume_line(result: ResumeResult) -> str:
 def _how(result: ResumeResult) -> str:
     """What a restore to the device took."""
     predicted = "" if result.predicted_s is None else f" ({result.predicted_s:.2f} s predicted)"
-    idle = "" if result.bubble is None else f", bubble {result.bubble:.0%}"
+    idle = "" if result.bubble is None else f", a stream idle {result.bubble:.0%} of it"
+    share = result.recomputed_tokens / max(1, result.restored_tokens)
     return (
-        f"{result.recomputed_tokens:,.0f} of them recomputed, {format_size(result.loaded_bytes)} loaded, "
+        f"{share:.0%} of their KV recomputed, {format_size(result.loaded_bytes)} loaded, "
         f"{result.recompute_tokens:,} will be computed, {result.seconds:.2f} s{predicted}{idle}"
     )
 

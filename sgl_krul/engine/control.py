@@ -167,7 +167,12 @@ class SessionControl:
 
     def _pause(self, session: Session, key: SessionKey, _argument: str, reply: Reply) -> None:
         if session.state in (State.PAUSED, State.STALE):
-            reply(self.service.describe(session) | {"already_paused": True})
+            freed = 0
+            if session.token_ids:  # a resume may have put them on the device, and nothing has run since
+                hashes = self._cache.page_hashes(key, session.token_ids)
+                freed = self._free_device(session, key, hashes)
+            told = {"already_paused": True, "device_tokens_freed": freed}
+            reply(self.service.describe(session) | told)
             return
         if self._linker.suspended:
             raise SessionBusy(
@@ -281,8 +286,16 @@ class SessionControl:
             "layer_takeovers": self._linker.layer_done_counter.takeovers,
             "slow_steps": self._slow_steps,
             "recompute": self.service.resumes.plans.recompute,
+            "problems": self._problems(),
         }
         self.service.exchange.refresh(reply, lambda: self.service.overview() | {"load": load})
+
+    def _problems(self) -> list[str]:
+        """What is not as it should be, of all that can be looked at without waiting; empty when sound."""
+        if self.service.working:
+            return []
+        checks = (self.service.registry.check, self.service.resumes.check, self._device.check)
+        return [problem for check in checks for problem in check()]
 
     def _free_device(self, session: Session, key: SessionKey, hashes: tuple[str, ...]) -> int:
         """Free the session's own device pages: older branches first, so their trunk is a leaf afterwards."""

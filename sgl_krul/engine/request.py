@@ -54,7 +54,7 @@ def annotate(out: Any, report: dict[str, Any], held_ms: float) -> Any:
     """Tell in `meta_info` how many tokens really came from the store. `report` is the answer to the hold."""
     meta = out.get("meta_info") if isinstance(out, dict) else None
     if isinstance(meta, dict):
-        restored = _restored_tokens(meta, report)
+        restored = _count_restored(meta, report)
         origin = report.get("restored_from", "nowhere")
         if origin == "nowhere":
             origin = "memory"  # the write-through had kept them
@@ -69,10 +69,21 @@ def annotate(out: Any, report: dict[str, Any], held_ms: float) -> Any:
     return out
 
 
-def _restored_tokens(meta: dict[str, Any], report: dict[str, Any]) -> int:
-    """What SGLang loaded from memory, or found on the device because the hold had put it there."""
-    loaded = int((meta.get("cached_tokens_details") or {}).get("host", 0))
+def _count_restored(meta: dict[str, Any], report: dict[str, Any]) -> int:
+    """What SGLang loaded from memory, or found on the device because the hold had put it there.
+
+    To SGLang the latter was cached on the device; its details get to say where it came from.
+    """
+    details = meta.get("cached_tokens_details") or {}
+    loaded = int(details.get("host", 0))
     if report.get("restored_to") != "device":
         return loaded
     in_place = min(int(report["restored_tokens"]), int(meta.get("cached_tokens", 0)))
-    return loaded + max(0, in_place - int(report.get("on_device_tokens", 0)))
+    brought = max(0, in_place - int(report.get("on_device_tokens", 0)))
+    if "device" in details:
+        brought = min(brought, int(details["device"]))
+        meta["cached_tokens_details"] = details | {
+            "device": details["device"] - brought,
+            "host": loaded + brought,
+        }
+    return loaded + brought

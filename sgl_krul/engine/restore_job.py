@@ -26,6 +26,9 @@ from sgl_krul.session.record import SessionKey
 __all__ = ["EngineDevice"]
 
 
+_HEADROOM_PART = 16
+
+
 class EngineDevice:
     """SGLang's pool and tree as a restore sees them. Called by the scheduler's thread only."""
 
@@ -72,16 +75,22 @@ class EngineDevice:
         """Slots for the tokens of the session that are not on the device; None when there is no room."""
         tokens = prepared.token_ids[: prepared.tokens]
         path = self._cache.lock_path(prepared.key, tokens)
-        slots = self._alloc(len(tokens) - path.tokens)
-        if slots is None:
-            self._cache.unlock_path(path)
-            return None
-        return _Reserved(self, prepared.key, tokens, path, slots)
+        slots = None
+        try:
+            slots = self._alloc(len(tokens) - path.tokens)
+        finally:
+            if slots is None:
+                self._cache.unlock_path(path)
+        return None if slots is None else _Reserved(self, prepared.key, tokens, path, slots)
 
     def _alloc(self, tokens: int) -> torch.Tensor | None:
-        """`tokens` slots in whole pages, int64 [tokens]. What nobody uses leaves the tree for them."""
+        """`tokens` slots in whole pages, int64 [tokens]. What nobody uses leaves the tree for them.
+
+        Running requests grow: a part of the pool is left to them, or SGLang would have to send some back.
+        """
         allocator = self._cache.token_to_kv_pool_allocator
-        if tokens > allocator.available_size() + self._cache.evictable_size():
+        headroom = allocator.size // _HEADROOM_PART
+        if tokens > allocator.available_size() + self._cache.evictable_size() - headroom:
             return None
         evict_from_tree_cache(self._cache, tokens)
         slots: torch.Tensor | None = allocator.alloc(tokens)
@@ -179,6 +188,12 @@ class _Reserved:
         if kv_only:
             self._recomputes.pop(start).close()
 
+    def drop_blocks(self) -> None:
+        """What blocks under way hold is let go."""
+        for recompute in self._recomputes.values():
+            recompute.close()
+        self._recomputes.clear()
+
     def keep(self, tokens: int) -> _PinnedPath:
         """The first `tokens` into the tree, pinned."""
         self._close()
@@ -198,9 +213,7 @@ class _Reserved:
 
     def _close(self) -> None:
         self.target.revoke()
-        for recompute in self._recomputes.values():
-            recompute.close()
-        self._recomputes.clear()
+        self.drop_blocks()
 
 
 class _PinnedPath:

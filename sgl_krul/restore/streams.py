@@ -105,6 +105,7 @@ class Streams:
         self._computes = course.computes and course.can_compute
         self._lock = Lock()
         self._stopped = False
+        self._running: Slice | None = None
         self._block: tuple[int, int, int] | None = None  # first chunk, chunks, next layer
         self._begins = np.array([0, *grid.ends[:-1]], np.int64)
         self._state = np.where(grid.segment_bytes > 0, FREE, LOST).astype(np.int8)
@@ -151,7 +152,8 @@ class Streams:
     def loaded(self, chunk: int, layer: int) -> None:
         """The cell's bytes have landed."""
         with self._lock:
-            self._state[chunk, layer] = PLACED
+            if self._state[chunk, layer] == _WRITING:
+                self._state[chunk, layer] = PLACED
             self._claim_s += 0.3 * (self._clock() - self._claimed_at[chunk, layer] - self._claim_s)
 
     def lost(self, chunk: int) -> None:
@@ -176,6 +178,20 @@ class Streams:
         with self._lock:
             self._computes = self._can_compute
 
+    @property
+    def can_compute(self) -> bool:
+        """False once computing has failed, or where it is refused."""
+        return self._can_compute
+
+    def may_compute(self, agreed: View) -> bool:
+        """Whether compute has anything left to do when nobody loads any more."""
+        return (
+            self._can_compute and bool((agreed != PLACED).any()) and (self._adaptive or self._wants(agreed))
+        )
+
+    def _wants(self, agreed: View) -> bool:
+        return bool(((agreed == LOST) | (agreed != PLACED) & self._reserved).any())
+
     def next_slice(self, agreed: View) -> Slice | None:
         """The next piece for compute, now its own; `computed` must follow. None: nothing to compute now."""
         with self._lock:
@@ -190,25 +206,31 @@ class Streams:
                 or self._begin(wanted, agreed)
             )
             if piece is not None:
-                cells = self._state[piece.first_chunk : piece.first_chunk + piece.chunks, piece.layer]
-                cells[(cells == FREE) | (cells == COMING) | (cells == LOST)] = _COMPUTING
+                cells = self._state[_cells_of(piece)]
+                cells[cells != _WRITING] = _COMPUTING
+            self._running = piece
             return piece
 
     def computed(self, piece: Slice) -> None:
         """The slice is in place."""
         with self._lock:
-            column = slice(piece.first_chunk, piece.first_chunk + piece.chunks), piece.layer
-            cells = self._state[column]
-            self._made[column] |= cells == _COMPUTING
+            cells = self._state[_cells_of(piece)]
+            self._made[_cells_of(piece)] |= cells == _COMPUTING
             cells[cells == _COMPUTING] = PLACED
+            self._running = None
 
     def compute_failed(self) -> None:
-        """There will be no more computing: loads have to bring what is left, up to the first hole."""
+        """There will be no more computing: loads have to bring what is left, up to the first hole.
+
+        The cells of a slice under way hold anything now, whoever wrote them.
+        """
         with self._lock:
             self._can_compute = self._computes = False
             self._reserved[:] = False
-            broken = self._state == _COMPUTING
-            self._state[broken] = np.where(self.grid.segment_bytes > 0, FREE, LOST)[broken]
+            if self._running is not None:
+                cells = _cells_of(self._running)
+                self._state[cells] = np.where(self.grid.segment_bytes[cells] > 0, FREE, LOST)
+                self._running = None
 
     def stop(self) -> None:
         """No further claim, write or slice. A write that was begun ends."""
@@ -331,3 +353,8 @@ class Streams:
     def _slice(self, first: int, chunks: int, layer: int, *, kv_only: bool) -> Slice:
         start = max(int(self._begins[first]), self.grid.start)
         return Slice(first, chunks, start, int(self.grid.ends[first + chunks - 1]), layer, kv_only)
+
+
+def _cells_of(piece: Slice) -> tuple[slice, int]:
+    """The chunks of a slice, in its layer."""
+    return slice(piece.first_chunk, piece.first_chunk + piece.chunks), piece.layer

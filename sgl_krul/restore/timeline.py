@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 __all__ = ["Span", "Timeline"]
 
+_IN_VAIN = ("wasted", "failed", "hole")
 _MAX_SPANS = 20_000  # 100,000 tokens in 80 layers make about as many
 
 
@@ -53,6 +54,11 @@ class Timeline:
         """What was entered so far."""
         with self._lock:
             return list(self._spans)
+
+    @property
+    def loaded_bytes(self) -> int:
+        """Bytes that loads brought into place, from tiers and from memory."""
+        return sum(span.bytes for span in self.spans if span.stream == "load" and span.note not in _IN_VAIN)
 
     def busy_s(self, stream: str) -> float:
         """Seconds in which the stream had something under way."""

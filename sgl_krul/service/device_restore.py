@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
@@ -22,7 +22,7 @@ from sgl_krul.restore.cost import ComputeSample, LandSample, LoadSample
 from sgl_krul.restore.loader import SegmentLoader, Target
 from sgl_krul.restore.pipeline import Pin, RestoreReport
 from sgl_krul.restore.planner import RestorePlan
-from sgl_krul.restore.streams import Course, Grid, Slice, Streams
+from sgl_krul.restore.streams import COMING, Course, Grid, Slice, Streams, View
 from sgl_krul.restore.timeline import Span, Timeline
 from sgl_krul.service.agreement import Agreement
 from sgl_krul.service.prepared import Prepared
@@ -58,6 +58,10 @@ class Reservation(Protocol):
 
         Whatever it raises, the slots hold anything then.
         """
+        ...
+
+    def drop_blocks(self) -> None:
+        """Blocks that are under way go no further."""
         ...
 
     def keep(self, tokens: int) -> Pin:
@@ -128,6 +132,7 @@ class DeviceRestore:
         self._deadline = deadline
         self._began = settings.clock()
         self._loader: SegmentLoader | None = None
+        self._compute_failed = False
         self._parts: deque[_Part] = deque()  # of the slice under way, which a large chunk makes too long
         ends = np.cumsum([source.ref.tokens for source in prepared.chunks]).tolist()
         stairs = np.asarray(plan.staircase)
@@ -166,40 +171,59 @@ class DeviceRestore:
         """What landing took."""
         return [] if self._loader is None else self._loader.land_samples
 
-    def step(self) -> bool:
+    def step(self, *, may_compute: bool = True) -> bool:
         """Compute a slice if there is one to compute; end if all is done. True if it computed."""
         if self._reservation.revoked:
             self._end(0, ("cancelled", "the device was flushed meanwhile"))
             return False
-        view, in_time, loading, late = self._agreed()
-        if late:
-            self.streams.start_computing()
-        if not self._parts and in_time and not self.streams.finished(view):
-            self._parts = _parts(self.streams.next_slice(view), self._settings.max_slice_tokens)
-        if self._parts and in_time:
+        view, in_time, loads_over = self._agreed()
+        finished = self.streams.finished(view)
+        if in_time and not finished and may_compute and self._next_part(view):
             return self._compute(self._parts.popleft())
-        if self.streams.finished(view) or not in_time or not loading:
+        if finished or not in_time or (loads_over and not self._more_to_compute(view)):
             why = ("", "") if in_time else ("deadline", "deadline")
             self._end(self.streams.placed_tokens(view), why)
         return False
+
+    def _next_part(self, view: View) -> bool:
+        """Whether there is something to compute."""
+        if not self._parts:
+            piece = self.streams.next_slice(view)
+            self._parts = _parts(piece, self._settings.max_slice_tokens)
+            if piece is not None and piece.layer == 0:
+                self._reservation.drop_blocks()
+        return bool(self._parts)
+
+    def _more_to_compute(self, view: View) -> bool:
+        """Nobody loads any more: whether compute has something, now or once a claim counts as given up."""
+        return bool(self._parts) or self.streams.may_compute(view)
 
     def cancel(self, why: str) -> None:
         """Give every slot back; the report has no tokens."""
         self._end(0, ("cancelled", why))
 
-    def _agreed(self) -> tuple[Any, bool, bool, bool]:
-        """What all ranks see: the cells, whether there is time, whether loads go on, and are late."""
+    def _agreed(self) -> tuple[View, bool, bool]:
+        """What all ranks see: the cells, whether there is time, whether no rank loads any more.
+
+        A load that is late on one, or compute that failed on one, is so on all.
+        """
         now = self._settings.clock()
-        loading = self._loader is not None and not self._loader.done.done()
+        loads_over = self._loader is None or self._loader.done.done()
         late = self._joins and now - self._began > _LATE_FACTOR * self.plan.load_s + _LATE_S
         view = self.streams.view()
-        flags = [now <= self._deadline, loading, not late]
+        flags = [now <= self._deadline, loads_over, not late, not self._compute_failed]
         if self._settings.ranks.size > 1:
             agreed = self._settings.ranks.agree_min([*view.reshape(-1).tolist(), *map(int, flags)])
-            view = np.array(agreed[:-3], np.int8).reshape(view.shape)
-            flags = list(map(bool, agreed[-3:]))
-        in_time, loading, early = flags
-        return view, in_time, loading, not early
+            view = np.array(agreed[:-4], np.int8).reshape(view.shape)
+            flags = list(map(bool, agreed[-4:]))
+        in_time, loads_over, early, sound = flags
+        if not early:
+            self.streams.start_computing()
+        if not sound and self.streams.can_compute:
+            self._parts.clear()
+            self.streams.compute_failed()
+            return np.minimum(view, COMING), True, False  # the next round sees what that has changed
+        return view, in_time, loads_over
 
     def _compute(self, part: _Part) -> bool:
         piece, start, end = part
@@ -208,8 +232,7 @@ class DeviceRestore:
             self._reservation.compute(start, end, piece.layer, kv_only=piece.kv_only)
         except Exception:  # the model's own code: whatever it was, the session is loaded instead
             logger.exception("krul: recompute failed in layer %d; the rest is loaded", piece.layer)
-            self._parts.clear()
-            self.streams.compute_failed()
+            self._compute_failed = True  # the next step tells the other ranks, and the streams
             return False
         if not self._parts:
             self.streams.computed(piece)
@@ -284,7 +307,11 @@ class DeviceRestores:
         """
         begun = before = self.settings.clock()
         while True:
-            self.computing = any(restore.step() for restore in list(self._running))
+            self.computing = False
+            for (
+                restore
+            ) in self._running:  # all of them may end, one may compute: the oldest that has something to
+                self.computing |= restore.step(may_compute=not self.computing)
             self._running = [restore for restore in self._running if not restore.future.done()]
             now = self.settings.clock()
             over = now + (now - before) - begun > self.settings.max_step_s

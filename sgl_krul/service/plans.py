@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -13,8 +14,16 @@ from sgl_krul.layout import KvLayout
 from sgl_krul.pause.paper import paper_depths
 from sgl_krul.pause.pipeline import Depths
 from sgl_krul.restore.cost import ForwardSample, Rates
+from sgl_krul.restore.paper_plan import paper_share
 from sgl_krul.restore.pipeline import RestoreReport
-from sgl_krul.restore.planner import RestorePlan, RestoreTask, StoredChunk, Strategy, plan_restore
+from sgl_krul.restore.planner import (
+    Follow,
+    RestorePlan,
+    RestoreTask,
+    StoredChunk,
+    Strategy,
+    plan_restore,
+)
 from sgl_krul.restore.rate_book import RateBook
 from sgl_krul.service.device_restore import Device, DeviceRestore
 from sgl_krul.service.jobs import Body
@@ -57,11 +66,18 @@ class Plans:
         return {"available": self.can_compute, "reason": reason}
 
     def make(
-        self, prepared: Prepared, on_device: int, prompt_tokens: int | None, strategy: Strategy | None
+        self,
+        prepared: Prepared,
+        on_device: int,
+        prompt_tokens: int | None,
+        strategy: Strategy | None,
+        follow: Follow = "end",
     ) -> RestorePlan:
         """The plan for a session of which `on_device` tokens are there, for a request of `prompt_tokens`."""
         task = prepared.task(on_device, _new_tokens(prepared, prompt_tokens))
-        return plan_restore(task, self.book.rates(), self.chosen(strategy), may_recompute=self.can_compute)
+        return plan_restore(
+            task, self.book.rates(), self.chosen(strategy), follow=follow, may_recompute=self.can_compute
+        )
 
     def chosen(self, strategy: Strategy | None) -> Strategy:
         """The wished or the configured one."""
@@ -97,12 +113,15 @@ class Plans:
         on_device = 0 if self.device is None or not prepared.chunks else self.device.on_device(prepared)
         by_memory = bool(prepared.chunks) and (self.device is None or prepared.all_in_memory)
         timed = self.book.rates().compute is not None
+        # From memory SGLang loads layer by layer under the forward; a restore to the device comes before it.
+        loads: Follow = "layers" if by_memory else "end"
         plans = {
-            name: _plan_body(self.make(prepared, on_device, None, strategy), timed=timed)
-            for name, strategy in (
-                ("plan", Strategy.load if by_memory else None),
-                ("load_all", Strategy.load),
-                ("recompute_all", Strategy.recompute),
+            name: _plan_body(self.make(prepared, on_device, None, strategy, follow), timed=timed)
+            for name, strategy, follow in (
+                ("plan", Strategy.load if by_memory else None, loads),
+                ("load_all", Strategy.load, loads),
+                ("recompute_all", Strategy.recompute, "end"),
+                ("paper", Strategy.paper, "end"),
             )
             if prepared.chunks
         }
@@ -117,8 +136,16 @@ class Plans:
             "tiers": prepared.tokens_by_tier,
             "recompute": self.recompute,
             "rates": self.rates(),
+            "paper_share": self._paper_share(prepared, on_device),
             "reason": prepared.report.cut,
         } | plans
+
+    def _paper_share(self, prepared: Prepared, on_device: int) -> float | None:
+        """r_c of the Krul paper's eq. 1 for this session: the share it would recompute."""
+        rates = self.book.rates()
+        if rates.compute is None or not prepared.chunks:
+            return None
+        return paper_share(prepared.task(on_device, _new_tokens(prepared, None)), rates)
 
     def rates(self) -> Body:
         """The rates that plans are made from."""
@@ -137,6 +164,7 @@ class Plans:
         timeline = restore.timeline.as_dict()
         self._timelines[key.digest] = {
             "session_id": key.session_id,
+            "ended_at": time.time(),
             "path": "device",
             "plan": _plan_body(restore.plan, timed=self.book.rates().compute is not None),
             "timeline": timeline,
@@ -169,6 +197,10 @@ class Plans:
                 "resume it, or send its next turn, and ask again"
             )
         return body
+
+    def forget(self, digest: str) -> None:
+        """The session is deleted."""
+        self._timelines.pop(digest, None)
 
     def close(self) -> None:
         """What is being learnt is learnt."""

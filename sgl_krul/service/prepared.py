@@ -35,6 +35,7 @@ class Prepared:
     key: SessionKey
     report: RestoreReport
     layout: KvLayout
+    namespace: str
     token_ids: array[int] = field(default_factory=lambda: array("q"))
     chunks: Sequence[ChunkSource] = ()
     tiers: Sequence[Tier] = ()
@@ -49,11 +50,12 @@ class Prepared:
         memory: MemoryTier,
         store: TieredStore,
         layout: KvLayout,
+        namespace: str,
     ) -> Prepared:
         """A session with a manifest (`report.manifest`); without one there is nothing to restore."""
         manifest = report.manifest
         if manifest is None:
-            return cls(key, report, layout, found=found)
+            return cls(key, report, layout, namespace, found=found)
         own = count_own_chunks(manifest)
         if own < len(manifest.chunks):
             report.corrupt_chunks += 1
@@ -64,7 +66,7 @@ class Prepared:
             chunks.append(ChunkSource(ref, first, keys_of(ref, names), memory.pin(keys)))
             first += ref.pages
         tiers = [*found.tiers, *store.others(found.tiers)]
-        return cls(key, report, layout, manifest.token_array, chunks, tiers, found)
+        return cls(key, report, layout, namespace, manifest.token_array, chunks, tiers, found)
 
     @classmethod
     def in_memory_only(
@@ -73,6 +75,7 @@ class Prepared:
         memory: MemoryTier,
         keys: Sequence[str],
         layout: KvLayout,
+        namespace: str,
         token_ids: array[int],
         chunk_tokens: int,
     ) -> Prepared:
@@ -90,12 +93,18 @@ class Prepared:
             chunks.append(ChunkSource(ref, first, {}, pinned))
             if len(some) < pages:
                 break
-        return cls(key, RestoreReport(), layout, token_ids, chunks)
+        return cls(key, RestoreReport(), layout, namespace, token_ids, chunks)
 
     @property
     def tokens(self) -> int:
         """Leading tokens that can be restored."""
         return sum(source.ref.tokens for source in self.chunks)
+
+    @property
+    def largest_segment_bytes(self) -> int:
+        """Of one layer of one chunk."""
+        pages = max((source.ref.pages for source in self.chunks), default=0)
+        return pages * self.layout.page_segment_bytes
 
     @property
     def all_in_memory(self) -> bool:

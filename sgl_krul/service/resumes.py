@@ -15,7 +15,6 @@ from sgl_krul.config import Config
 from sgl_krul.errors import NoDeviceRoom
 from sgl_krul.layout import KvLayout
 from sgl_krul.metrics import MetricsSink
-from sgl_krul.restore.cost import ForwardSample
 from sgl_krul.restore.loader import SegmentLoader, Target
 from sgl_krul.restore.pipeline import RestoreReport
 from sgl_krul.restore.planner import RestorePlan, Strategy
@@ -26,6 +25,7 @@ from sgl_krul.service.agreed_restore import agree_on_plan, agree_on_prepared
 from sgl_krul.service.agreement import Agreement
 from sgl_krul.service.counters import Counters
 from sgl_krul.service.device_restore import DeviceRestore, DeviceRestores, Reservation, Settings
+from sgl_krul.service.holds import Holds
 from sgl_krul.service.jobs import Body, Job, Jobs, Reply
 from sgl_krul.service.plans import Plans
 from sgl_krul.service.prepared import Prepared
@@ -40,16 +40,6 @@ from sgl_krul.store.workers import Workers
 __all__ = ["Resumes"]
 
 _RESUMERS = 8  # each waits for the loaders, and for the store, most of the time
-
-
-@dataclass
-class _Hold:
-    """Pages held for a request that waits for them."""
-
-    until: float
-    report: RestoreReport
-    released: float
-    prompt_tokens: int | None  # of the request, if a restore to the device was made for it
 
 
 @dataclass(frozen=True)
@@ -97,7 +87,7 @@ class Resumes:
         self._ranks = ranks
         self._clock = clock
         self._now = now
-        self._holds: dict[str, _Hold] = {}
+        self.holds = Holds(config.session.hold_deadline_s, layout.layers, ranks, clock)
         self._staging = Staging(config.restore.staging_bytes)
         self._resumers = Workers("resume", _RESUMERS)
         self._askers = Workers("resume-shared", _RESUMERS)  # apart: they wait for a network
@@ -155,40 +145,62 @@ class Resumes:
         return agreed(future, self._ranks, Prepared.release)
 
     def _prepared(self, resume: _Resume, prepared: Prepared) -> Body | None:
-        """What is stored is known. Reserve, plan and begin; None: the answer follows when it is done."""
-        assert self.plans.device is not None
-        prompt = resume.wish.prompt
+        """What is stored is known: by memory, by nothing, or to the device. None: the answer follows."""
+        prompt, report = resume.wish.prompt, prepared.report
+        if prepared.namespace != self._namespace():  # and its pages are those of the old weights
+            prepared.release()
+            report.end("stale", "the weights changed meanwhile")
+            return self._finish(resume, report, {"path": "none"})
         if prompt is not None:
             prepared.limit(common_tokens(prepared.token_ids, prompt))
         all_in_memory = agree_on_prepared(prepared, self._ranks)
-        report = prepared.report
         if not prepared.chunks:
             return self._finish(resume, report, {"path": "none"})
         if resume.hold and all_in_memory:
             prepared.pin_in(report)
             return self._finish(resume, report, {"path": "memory"})
+        if prepared.largest_segment_bytes > self._config.restore.staging_bytes:
+            self._not_to_device(
+                resume, prepared, "its segments are larger than restore.staging_bytes: raise that"
+            )
+            return None
+        try:
+            return self._reserve_and_begin(resume, prepared)
+        except BaseException:
+            prepared.release()
+            raise
+
+    def _reserve_and_begin(self, resume: _Resume, prepared: Prepared) -> Body | None:
+        assert self.plans.device is not None
         reservation = self.plans.device.reserve(prepared)
         if reservation is None:
-            self._without_room(resume, prepared)
+            self._not_to_device(resume, prepared, "running requests leave too little of it: try again later")
             return None
-        wish, prompt_tokens = resume.wish, None if prompt is None else len(prompt)
-        plan = self.plans.make(prepared, reservation.start, prompt_tokens, wish.strategy)
-        plan = agree_on_plan(plan, self._ranks)
-        if plan.tokens <= reservation.start:
-            return self._left_alone(resume, prepared, reservation, plan)
-        prepared.limit(plan.tokens)
-        restore = DeviceRestore(
-            prepared,
-            reservation,
-            plan,
-            self._restores.settings,
-            deadline=resume.start + self._config.session.hold_deadline_s,
-            can_compute=self.plans.can_compute,
-            adaptive=self.plans.chosen(wish.strategy) is Strategy.optimal,
-        )
+        wish = resume.wish
+        try:
+            prompt_tokens = None if wish.prompt is None else len(wish.prompt)
+            plan = self.plans.make(prepared, reservation.start, prompt_tokens, wish.strategy)
+            plan = agree_on_plan(plan, self._ranks)
+            if plan.tokens <= reservation.start:
+                return self._left_alone(resume, prepared, reservation, plan)
+            cut = plan.why if plan.tokens < prepared.tokens else ""
+            prepared.limit(plan.tokens)
+            restore = DeviceRestore(
+                prepared,
+                reservation,
+                plan,
+                self._restores.settings,
+                deadline=resume.start + self._config.session.hold_deadline_s,
+                can_compute=self.plans.can_compute,
+                adaptive=self.plans.chosen(wish.strategy) is Strategy.optimal,
+            )
+            restore.start(self._make_loader)
+        except BaseException:
+            reservation.give_back()
+            raise
         self._restores.begin(restore)
-        restore.start(self._make_loader)
-        self._begin(resume, restore.future, lambda: self._landed(resume, restore))
+        future = agreed(restore.future, self._ranks, RestoreReport.release)
+        self._begin(resume, future, lambda: self._landed(resume, restore, cut))
         return None
 
     def _left_alone(
@@ -207,15 +219,14 @@ class Resumes:
         how |= {"reason": "" if complete else plan.why}
         return self._finish(resume, report, how | {"on_device_tokens": reservation.start, "loaded_bytes": 0})
 
-    def _without_room(self, resume: _Resume, prepared: Prepared) -> None:
-        """The device is full of running requests. A request that waits is brought to memory instead."""
+    def _not_to_device(self, resume: _Resume, prepared: Prepared, why: str) -> None:
+        """There is no way to the device now. A request that waits is brought to memory instead."""
         tokens = prepared.tokens
         prepared.release()
         if resume.wish.target is TargetPlace.DEVICE:
-            self._back(resume)
             raise NoDeviceRoom(
-                f"session {resume.key.session_id!r} needs {tokens} tokens of the device's KV pool, more than "
-                'running requests leave: try again later, or resume to "memory"'
+                f"session {resume.key.session_id!r} can't come to the device, where it needs {tokens} tokens "
+                f'of the KV pool: {why}, or resume to "memory"'
             )
         self._to_memory(resume)
 
@@ -236,8 +247,8 @@ class Resumes:
             loaders=self._transfers.loaders_each(prepared),
         )
 
-    def _landed(self, resume: _Resume, restore: DeviceRestore) -> Body:
-        """A restore to the device is over: remember its timeline, learn its rates."""
+    def _landed(self, resume: _Resume, restore: DeviceRestore, cut: str) -> Body:
+        """A restore to the device is over. `cut`: why the plan was to end before the session."""
         report = restore.future.result()
         resume.session.restored(restore.prepared.token_ids[: report.tokens])
         timeline = self.plans.remember(resume.key, restore, report)
@@ -246,10 +257,11 @@ class Resumes:
             report,
             {
                 "path": "device",
+                "reason": cut,
                 "strategy": restore.plan.strategy.value,
                 "on_device_tokens": restore.streams.grid.start,
                 "recomputed_tokens": restore.computed_cells / self._layout.layers,
-                "loaded_bytes": report.bytes_read,
+                "loaded_bytes": restore.timeline.loaded_bytes,
                 "seconds": timeline["seconds"],
                 "predicted_s": max(restore.plan.compute_s, restore.plan.load_s) + restore.plan.fill_s,
                 "bubble": timeline["bubble"],
@@ -280,11 +292,8 @@ class Resumes:
         to_device = how["path"] == "device"
         self._learn(session, report, to_device=to_device)
         if resume.hold:
-            self.end_hold(key.digest)
-            now, prompt = self._clock(), resume.wish.prompt
-            until = now + self._config.session.hold_deadline_s
-            known = len(prompt) if to_device and prompt is not None else None
-            self._holds[key.digest] = _Hold(until, report, now, known)
+            prompt = resume.wish.prompt
+            self.holds.begin(key.digest, report, len(prompt) if to_device and prompt is not None else None)
         else:
             report.release()
         came = report.tokens > 0
@@ -340,32 +349,11 @@ class Resumes:
         remote = self._transfers.copies.asks_shared(paused, self._namespace())
         return self._askers if remote else self._resumers
 
-    # ---- holds ----
-
-    def end_hold(self, digest: str) -> None:
-        """The request that waited has run, or never came."""
-        hold = self._holds.pop(digest, None)
-        if hold is not None:
-            hold.report.release()
-
     def first_token(self, key: SessionKey) -> None:
         """A request of the session has its first token: what that took after a restore is a rate to learn."""
-        hold = self._holds.get(key.digest)
-        if hold is None or hold.prompt_tokens is None or hold.prompt_tokens <= hold.report.tokens:
-            return
-        new, hold.prompt_tokens = hold.prompt_tokens - hold.report.tokens, None
-        seconds = self._clock() - hold.released
-        self.plans.observe_forward(ForwardSample(hold.report.tokens, new, self._layout.layers, seconds))
-
-    def end_old_holds(self) -> None:
-        """Nobody waits for ever."""
-        if not self._holds:
-            return
-        now = self._clock()
-        # A hold may lock pages in the tree, so it ends on all ranks at once, by the slowest clock.
-        over = self._ranks.agree_min([hold.until < now for hold in self._holds.values()])
-        for digest in [digest for digest, is_over in zip(self._holds, over, strict=True) if is_over]:
-            self.end_hold(digest)
+        sample = self.holds.first_token(key.digest)
+        if sample is not None:
+            self.plans.observe_forward(sample)
 
     # ---- plans ----
 
@@ -380,8 +368,8 @@ class Resumes:
 
         def complete() -> Body:
             prepared = future.result()
-            agree_on_prepared(prepared, self._ranks)
             try:
+                agree_on_prepared(prepared, self._ranks)
                 return self.plans.explain(session, prepared)
             finally:
                 prepared.release()
@@ -402,8 +390,7 @@ class Resumes:
 
     def step(self) -> None:
         """This round's part of the restores."""
-        if self._holds:
-            self.end_old_holds()
+        self.holds.end_old()
         if self._restores:
             self._restores.step()
 
@@ -414,8 +401,7 @@ class Resumes:
     def close(self) -> None:
         """Stop; nothing stays pinned."""
         self.cancel_all("the server stops")
-        for digest in list(self._holds):
-            self.end_hold(digest)
+        self.holds.close()
         self._resumers.close()
         self._askers.close()
         self.plans.close()

@@ -159,7 +159,7 @@ class SessionService:
         if not aborted or len(token_ids) >= session.tokens:
             session.advance(token_ids, end_hash, self._now())
         self._upkeep.wakes(session.digest)
-        self.resumes.end_hold(session.digest)
+        self.resumes.holds.end(session.digest)
 
     def change_namespace(self, namespace: str) -> None:
         """The weights changed: what is stored becomes stale, what is in memory can't be found any more."""
@@ -299,7 +299,7 @@ class SessionService:
             SessionBusy: another job of the session runs; nothing was changed.
         """
         self._jobs.refuse_if_busy(session)
-        self.resumes.end_hold(session.digest)
+        self.resumes.holds.end(session.digest)
         self._upkeep.wakes(session.digest)
         future = self._pausers.submit(
             self._transfers.copies.delete, session.digest, self.namespace, session.may_lie_in, drop
@@ -310,6 +310,7 @@ class SessionService:
             freed_bytes = future.result()
             freed_tokens = settle()
             self.registry.remove(session.digest)
+            self.resumes.plans.forget(session.digest)
             return {
                 "session_id": session.session_id,
                 "deleted": True,

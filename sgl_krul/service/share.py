@@ -53,7 +53,8 @@ def share_of(config: Config, rank: int, size: int) -> Config:
             replace(rule, quota_bytes=_part(rule.quota_bytes, size)) for rule in config.tenants.rules
         ),
     )
-    return replace(config, memory=memory, ssd=ssd, tenants=tenants)
+    restore = replace(config.restore, staging_bytes=_part(config.restore.staging_bytes, size))
+    return replace(config, memory=memory, ssd=ssd, tenants=tenants, restore=restore)
 
 
 def _part(total: int, size: int) -> int:

@@ -72,9 +72,10 @@ class Transfers:
         self._metrics = metrics
         self._clock = clock
         self._now = now
-        self._loaders = Workers("load", config.restore.workers)
+        # Twice what one session uses: one that waits for a slow disk does not stop the next.
+        self._loaders = Workers("load", 2 * config.restore.workers)
         # Apart, so that sessions of the own disk don't queue behind those that wait for a network.
-        self._remote_loaders = Workers("load-shared", max(config.restore.workers, _REMOTE_LOADERS))
+        self._remote_loaders = Workers("load-shared", max(2 * config.restore.workers, _REMOTE_LOADERS))
 
     # ---- pause ----
 
@@ -225,7 +226,7 @@ class Transfers:
         if paused is not None and paused.tiers == (MEMORY,):
             keys = self._keys_in_memory(key, token_ids, paused, namespace)
             prepared = Prepared.in_memory_only(
-                key, self.memory, keys, self._layout, token_ids, self._config.chunk.tokens
+                key, self.memory, keys, self._layout, namespace, token_ids, self._config.chunk.tokens
             )
             lost = _lost_from_memory(paused, prepared.tokens, prepared.report)
             found = self.copies.find_in(self.store.others(()) if lost else (), key.digest, namespace)
@@ -236,7 +237,7 @@ class Transfers:
             found = self.copies.find(key.digest, paused, namespace)
         report = self._examine(key, found, paused, namespace)
         self._settle_tiers(key, report, found, paused)
-        return Prepared.of(key, report, found, self.memory, self.store, self._layout)
+        return Prepared.of(key, report, found, self.memory, self.store, self._layout, namespace)
 
     def loaders_each(self, prepared: Prepared) -> int:
         """How many of them one session uses at once."""

@@ -30,7 +30,9 @@ def chatter(servers: ServerFactory) -> Chatter:
 def _still_sound(chatter: Chatter) -> Iterator[None]:
     """An idle SGLang counts its slots, and ends if one is missing: it must still be there afterwards."""
     yield
-    time.sleep(0.1)
+    time.sleep(0.2)
+    load = chatter.http.get("/v1/sessions").json()["load"]
+    assert load["problems"] == []
     assert chatter.http.get("/health").status_code == 200
     assert chatter.process.running
 

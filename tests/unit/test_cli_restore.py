@@ -88,7 +88,7 @@ def test_explain(url: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert krul(url, "explain", "trip") == 0
     lines = [line.rstrip() for line in capsys.readouterr().out.splitlines()]
     assert lines == [
-        "'trip': 1,024 tokens (1,024 in ssd), 32 new ones follow",
+        "'trip': 1,024 tokens (1,024 in ssd), assuming 32 new ones follow",
         "A resume would go straight to the device, as a job beside the other chats.",
         "Why: both streams end together, 1.9 times as fast as either alone",
         "Recompute: available",
@@ -386,8 +386,9 @@ def test_resume_to_the_device(front: MemoryFront, url: str, capsys: pytest.Captu
     assert krul(url, "sessions", "resume", "trip", "--target", "device", "--strategy", "half") == 0
     assert front.resumed == [("device", "half")]
     assert capsys.readouterr().out == (
-        "'trip': 96 tokens are on the device, 40 of them recomputed, 3MiB loaded, 4 will be computed, 1.50 s "
-        "(1.42 s predicted), bubble 4%\n"
+        "'trip': 96 tokens are on the device, 42% of their KV recomputed, 3MiB loaded, 4 will be computed, "
+        "1.50 s "
+        "(1.42 s predicted), a stream idle 4% of it\n"
     )
 
 
@@ -405,7 +406,8 @@ def test_a_restore_without_a_plan(front: MemoryFront) -> None:
     }
     line = resume_line(ResumeResult.model_validate(front.sessions[SessionKey("trip")] | took))
     assert line == (
-        "'trip': 96 tokens are on the device, 0 of them recomputed, 0B loaded, 4 will be computed, 0.00 s; "
+        "'trip': 96 tokens are on the device, 0% of their KV recomputed, 0B loaded, 4 will be computed, "
+        "0.00 s; "
         "chunk 3 was lost"
     )
 

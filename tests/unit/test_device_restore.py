@@ -30,6 +30,7 @@ from tests.sessions import (
     TruePages,
     chat,
     drive,
+    free_slots,
     make_config,
     make_service,
     open_ssd,
@@ -101,7 +102,7 @@ def open_site(
         yield site
     finally:
         for session in service.registry:
-            service.resumes.end_hold(session.digest)
+            service.resumes.holds.end(session.digest)
         service.close()
         assert service.check() == []
         assert device.check() == []
@@ -248,7 +249,8 @@ def test_a_full_device_sends_a_request_by_memory_and_refuses_a_caller(tmp_path: 
         site.pause(session)
         error = site.resume(session)
         assert isinstance(error, NoDeviceRoom)
-        assert "session 'chat' needs 256 tokens of the device's KV pool" in str(error)
+        assert "session 'chat' can't come to the device, where it needs 256 tokens" in str(error)
+        assert "running requests leave too little of it: try again later" in str(error)
         assert 'resume to "memory"' in str(error)
         assert site.service.registry.get(session.key).state is State.PAUSED
         answer = site.resume(session, Wish(), hold=True)
@@ -463,6 +465,94 @@ def test_calibration_says_which_tier_it_could_not_measure(tmp_path: Path) -> Non
         drive(site.service)
         (body,) = site.answers
         assert body["problems"] == ["ssd was not measured: the disk has gone"]
+
+
+def test_a_plan_that_fails_gives_the_slots_back(tmp_path: Path) -> None:
+    session = chat(6 * CHUNK_TOKENS)
+    with open_site(tmp_path) as site:
+        site.pause(session)
+        site.service.resumes.plans.make = lambda *_: 1 / 0  # type: ignore[assignment]
+        site.resume(session)
+        assert site.device.reserved == 0
+
+
+def test_staging_smaller_than_a_segment_leaks_nothing(tmp_path: Path) -> None:
+    session = chat(6 * CHUNK_TOKENS)
+    with open_site(tmp_path, staging_bytes=4096) as site:
+        site.pause(session)
+        learn(site, bytes_per_s=1e4, s_per_token=1e-6)
+        site.resume(session)
+        deadline = time.monotonic() + 3
+        while site.service.resumes.working and time.monotonic() < deadline:
+            site.service.poll()
+        assert not site.service.resumes.working
+        assert sum(site.device.pinned.values()) == 0, "pages pinned for an answer nobody gets"
+
+
+def test_memory_pins_of_a_restore_that_never_began(tmp_path: Path) -> None:
+    session = chat(6 * CHUNK_TOKENS)
+    with open_site(tmp_path, staging_bytes=4096) as site:
+        site.pause(session)
+        site.resume(session, Wish(target=TargetPlace.MEMORY))
+        before = free_slots(site.memory)
+        site.resume(session, Wish(target=TargetPlace.MEMORY))
+        site.resume(session)
+        while site.service.resumes.working:
+            site.service.poll()
+        assert free_slots(site.memory) == before
+
+
+def test_a_younger_restore_that_is_loaded_does_not_wait_for_the_older(tmp_path: Path) -> None:
+    old, young = chat(8 * CHUNK_TOKENS, "old"), chat(CHUNK_TOKENS, "young", 9000)
+    with open_site(tmp_path, FakeDevice(slice_s=0.05), workers=8) as site:
+        site.pause(old)
+        site.pause(young)
+        learn(site, bytes_per_s=1e5, s_per_token=1e-5)
+        site.fault = lambda when, op, key: (
+            time.sleep(0.4) if op == "read_segments" and old.digest in key else None
+        )
+        done: dict[str, float] = {}
+        begun = time.monotonic()
+        site.service.resume(
+            old.key,
+            hold=False,
+            wish=Wish(TargetPlace.DEVICE, Strategy.optimal),
+            reply=lambda body: done.setdefault("old", time.monotonic() - begun),
+        )
+        while not site.device.slices:
+            site.service.poll()
+        site.service.resume(
+            young.key,
+            hold=False,
+            wish=Wish(TargetPlace.DEVICE, Strategy.load),
+            reply=lambda body: done.setdefault("young", time.monotonic() - begun),
+        )
+        drive(site.service)
+        assert done["young"] < done["old"]
+
+
+def test_pages_of_old_weights_do_not_reach_the_device(tmp_path: Path) -> None:
+    session = chat(6 * CHUNK_TOKENS)
+    with open_site(tmp_path) as site:
+        site.pause(session)
+        site.resume(session, Wish(target=TargetPlace.MEMORY))
+        site.answers.clear()
+        site.service.resume(session.key, hold=False, reply=site.answers.append, wish=DEVICE)
+        time.sleep(0.2)  # the worker has pinned them; the scheduler has not polled yet
+        site.service.change_namespace("of other weights")
+        drive(site.service)
+        (answer,) = site.answers
+        assert answer["restored_tokens"] == 0, (answer["restored_from"], answer["restored_to"])
+
+
+def test_an_error_in_the_last_layer_costs_a_load(tmp_path: Path) -> None:
+    session = chat(6 * CHUNK_TOKENS)
+    with open_site(tmp_path) as site:
+        site.pause(session)
+        learn(site, bytes_per_s=1e6, s_per_token=1e-6)
+        site.device.fails_at = LAYOUT.layers - 1
+        site.fault = lambda when, operation, _: time.sleep(0.01) if operation == "read_segments" else None
+        site.restored(session)
 
 
 @pytest.mark.parametrize(

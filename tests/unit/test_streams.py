@@ -210,6 +210,30 @@ def test_shapes_must_agree() -> None:
         Streams(grid, Course([0]), max_slice_tokens=512, clock=Time())
 
 
+def test_what_a_failed_slice_overwrote_is_loaded_again() -> None:
+    streams = Streams(
+        Grid([64, 128], 3, 0, np.array([[10] * 3, [0] * 3], np.int64)),
+        Course([0, 0], computes=True),
+        max_slice_tokens=512,
+        clock=lambda: 0.0,
+    )
+    view = streams.view()
+    claim = streams.claim(10**6)  # a loader takes and lands a cell after the scheduler looked
+    assert claim is not None
+    for layer in range(claim.first_layer, claim.first_layer + claim.layers):
+        assert streams.may_write(claim.chunk, layer)
+        streams.loaded(claim.chunk, layer)
+    piece = None
+    while piece is None or piece.layer < claim.first_layer:
+        piece = streams.next_slice(view)
+        assert piece is not None
+        if piece.layer < claim.first_layer:
+            streams.computed(piece)
+    streams.compute_failed()  # of `piece`, whose slots hold anything now
+    after = streams.view()
+    assert (after[piece.first_chunk : piece.first_chunk + piece.chunks, piece.layer] != 2).all()
+
+
 @settings(max_examples=300, deadline=None)
 @given(st.data())
 def test_every_cell_is_placed_once_in_an_order_that_attention_allows(data: st.DataObject) -> None:
