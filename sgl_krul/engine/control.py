@@ -73,9 +73,10 @@ class SessionControl:
         self._slow_steps = 0
         cache.on_reset = self._before_flush
 
-    def connect(self, send: Send) -> None:
-        """Where answers go: SGLang's channel to the front end."""
+    def connect(self, send: Send, others_run: Callable[[], bool]) -> None:
+        """Where answers go, SGLang's channel to the front end; and whether requests run or wait now."""
         self._send = send
+        self.service.resumes.restores.others_run = others_run
 
     def test_recompute(self) -> None:
         """Once, when all of the server is built."""

@@ -101,7 +101,7 @@ def after_scheduler_init(_result: None, scheduler: Any, *_args: Any, **_kwargs: 
     if control is None:
         return
     scheduler.enable_unified_cache_external_linker = True
-    control.connect(scheduler.send_control_output)
+    control.connect(scheduler.send_control_output, lambda: not scheduler.is_fully_idle())
     control.test_recompute()
     scheduler._request_dispatcher += TypeBasedDispatcher(  # noqa: SLF001
         [(KrulControlReqInput, control.handle)]

@@ -291,6 +291,7 @@ class DeviceRestores:
 
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
+        self.others_run: Callable[[], bool] = lambda: False  # the engine knows whether anybody else computes
         self._running: list[DeviceRestore] = []
         self.computing = False  # the last step computed: another slice may follow at once
 
@@ -302,8 +303,8 @@ class DeviceRestores:
         self._running.append(restore)
 
     def step(self) -> None:
-        """One slice, or several if they take no more than `max_step_s` together (on one rank: ranks have
-        clocks of their own).
+        """One slice, so that no other chat waits longer; where none runs, several if they take no more than
+        `max_step_s` together (on one rank: ranks have clocks of their own).
         """
         begun = before = self.settings.clock()
         while True:
@@ -315,7 +316,7 @@ class DeviceRestores:
             self._running = [restore for restore in self._running if not restore.future.done()]
             now = self.settings.clock()
             over = now + (now - before) - begun > self.settings.max_step_s
-            if not self.computing or over or self.settings.ranks.size > 1:
+            if not self.computing or over or self.settings.ranks.size > 1 or self.others_run():
                 return
             before = now
 

@@ -91,7 +91,7 @@ class Resumes:
         self._staging = Staging(config.restore.staging_bytes)
         self._resumers = Workers("resume", _RESUMERS)
         self._askers = Workers("resume-shared", _RESUMERS)  # apart: they wait for a network
-        self._restores = DeviceRestores(
+        self.restores = DeviceRestores(
             Settings(config.restore.max_slice_tokens, config.restore.max_step_s, clock, ranks)
         )
 
@@ -189,7 +189,7 @@ class Resumes:
                 prepared,
                 reservation,
                 plan,
-                self._restores.settings,
+                self.restores.settings,
                 deadline=resume.start + self._config.session.hold_deadline_s,
                 can_compute=self.plans.can_compute,
                 adaptive=self.plans.chosen(wish.strategy) is Strategy.optimal,
@@ -198,7 +198,7 @@ class Resumes:
         except BaseException:
             reservation.give_back()
             raise
-        self._restores.begin(restore)
+        self.restores.begin(restore)
         future = agreed(restore.future, self._ranks, RestoreReport.release)
         self._begin(resume, future, lambda: self._landed(resume, restore, cut))
         return None
@@ -381,22 +381,22 @@ class Resumes:
     @property
     def working(self) -> bool:
         """True while a restore to the device runs."""
-        return bool(self._restores)
+        return bool(self.restores)
 
     @property
     def computing(self) -> bool:
         """True while there is a slice to compute at once."""
-        return self._restores.computing
+        return self.restores.computing
 
     def step(self) -> None:
         """This round's part of the restores."""
         self.holds.end_old()
-        if self._restores:
-            self._restores.step()
+        if self.restores:
+            self.restores.step()
 
     def cancel_all(self, why: str) -> None:
         """Give up all restores to the device; every slot goes back."""
-        self._restores.cancel_all(why)
+        self.restores.cancel_all(why)
 
     def close(self) -> None:
         """Stop; nothing stays pinned."""
