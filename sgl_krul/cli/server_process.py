@@ -6,6 +6,7 @@ The demo, the tests and the benchmarks use it; so would a script of yours.
 from __future__ import annotations
 
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -22,13 +23,25 @@ from sgl_krul.errors import KrulError
 __all__ = ["ServerProcess", "free_port"]
 
 _POLL_S = 0.25
+_OWN_PORTS = range(12_000, 22_000)
 
 
 def free_port() -> int:
-    """A port of the loopback address that nobody listens on now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """A port of the loopback address that nobody listens on now, and that the system gives to nobody.
+
+    A server listens half a minute after it was started; by then a port out of the system's own range
+    (32768 and up) may belong to another, or to one of the server's own processes.
+    """
+    ports = list(_OWN_PORTS)
+    random.shuffle(ports)
+    for port in ports:
+        with socket.socket() as probe:
+            try:
+                probe.bind(("127.0.0.1", port))
+            except OSError:
+                continue
+            return port
+    raise KrulError(f"no port of {_OWN_PORTS.start} to {_OWN_PORTS.stop - 1} is free: stop some server")
 
 
 class ServerProcess:
