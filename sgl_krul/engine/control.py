@@ -73,10 +73,13 @@ class SessionControl:
         self._slow_steps = 0
         cache.on_reset = self._before_flush
 
-    def connect(self, send: Send, others_run: Callable[[], bool]) -> None:
-        """Where answers go, SGLang's channel to the front end; and whether requests run or wait now."""
+    def connect(self, send: Send, others_run: Callable[[], bool], others_need: Callable[[], int]) -> None:
+        """Where answers go, SGLang's channel to the front end; whether requests run or wait now, and how many
+        device slots they may yet grow by.
+        """
         self._send = send
         self.service.resumes.restores.others_run = others_run
+        self._device.others_need = others_need
 
     def test_recompute(self) -> None:
         """Once, when all of the server is built."""
@@ -123,6 +126,10 @@ class SessionControl:
     def computing(self) -> bool:
         """True while a restore has something to compute in the next round: no time to nap."""
         return self.service.computing
+
+    def give_room(self) -> bool:
+        """Running requests are out of slots: give back some of ours. False when there are none."""
+        return self.service.resumes.give_room()
 
     @property
     def held_tokens(self) -> int:

@@ -19,6 +19,8 @@ from sgl_krul.service.share import check_share
 
 __all__ = ["create_cache", "register"]
 
+_SOON_TOKENS = 256
+
 MakeRouter = Callable[[FrontEnd], Any]
 
 
@@ -64,6 +66,11 @@ def _hooks(make_router: MakeRouter | None = None) -> list[Hook]:
                 around_new_version,
             ),
             (f"{pool}.session_held_tokens", "AFTER", after_held_tokens),
+            (
+                "sglang.srt.managers.schedule_batch.ScheduleBatch.check_decode_mem",
+                "AROUND",
+                around_decode_mem,
+            ),
             (f"{updater}.end_weight_update", "AROUND", around_end_of_update),
             (f"{updater}.check_weights", "AROUND", around_check_weights),
         ]
@@ -101,7 +108,11 @@ def after_scheduler_init(_result: None, scheduler: Any, *_args: Any, **_kwargs: 
     if control is None:
         return
     scheduler.enable_unified_cache_external_linker = True
-    control.connect(scheduler.send_control_output, lambda: not scheduler.is_fully_idle())
+    control.connect(
+        scheduler.send_control_output,
+        others_run=lambda: not scheduler.is_fully_idle(),
+        others_need=lambda: _growth(scheduler),
+    )
     control.test_recompute()
     scheduler._request_dispatcher += TypeBasedDispatcher(  # noqa: SLF001
         [(KrulControlReqInput, control.handle)]
@@ -113,6 +124,28 @@ def after_on_idle(_result: None, scheduler: Any) -> None:
     control = _control(scheduler)
     if control is not None and control.working and not control.computing:
         control.nap()
+
+
+def _growth(scheduler: Any) -> int:
+    """Device slots that requests which run or wait may soon take. Most end before their limit: should it not
+    be enough, `around_decode_mem` gives more.
+    """
+    page_size = scheduler.tree_cache.page_size
+    growth = 0
+    for req in scheduler.running_batch.reqs:
+        growth += min(req.sampling_params.max_new_tokens - len(req.output_ids), _SOON_TOKENS) + page_size
+    for req in scheduler.waiting_queue:
+        growth += len(req.origin_input_ids) + min(req.sampling_params.max_new_tokens, _SOON_TOKENS)
+    return growth
+
+
+def around_decode_mem(original: Callable[..., bool], batch: Any, *args: Any, **kwargs: Any) -> bool:
+    """Before SGLang sends running requests back for want of slots, or ends one: ours go first."""
+    control = _control(batch)
+    while not original(batch, *args, **kwargs):
+        if control is None or not control.give_room():
+            return False
+    return True
 
 
 def after_held_tokens(result: int, observer: Any) -> int:

@@ -26,9 +26,6 @@ from sgl_krul.session.record import SessionKey
 __all__ = ["EngineDevice"]
 
 
-_HEADROOM_PART = 16
-
-
 class EngineDevice:
     """SGLang's pool and tree as a restore sees them. Called by the scheduler's thread only."""
 
@@ -37,6 +34,7 @@ class EngineDevice:
         self._pages = pages
         self._recomputer = recomputer
         self.held_tokens = 0  # reserved, and not in the tree yet
+        self.others_need: Callable[[], int] = lambda: 0  # slots that running requests may yet grow by
 
     @property
     def refuses_recompute(self) -> str:
@@ -86,11 +84,10 @@ class EngineDevice:
     def _alloc(self, tokens: int) -> torch.Tensor | None:
         """`tokens` slots in whole pages, int64 [tokens]. What nobody uses leaves the tree for them.
 
-        Running requests grow: a part of the pool is left to them, or SGLang would have to send some back.
+        Running requests grow: what they may still need is left to them, or SGLang would have to end some.
         """
         allocator = self._cache.token_to_kv_pool_allocator
-        headroom = allocator.size // _HEADROOM_PART
-        if tokens > allocator.available_size() + self._cache.evictable_size() - headroom:
+        if tokens > allocator.available_size() + self._cache.evictable_size() - self.others_need():
             return None
         evict_from_tree_cache(self._cache, tokens)
         slots: torch.Tensor | None = allocator.alloc(tokens)

@@ -11,7 +11,7 @@ import json
 import logging
 import os
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -36,6 +36,7 @@ __all__ = ["RateBook", "machine_fingerprint"]
 log = logging.getLogger(__name__)
 
 _VERSION = 1
+_MAX_NUMBER = 1e15  # of any rate; more is a damaged file
 _MAX_FILE_BYTES = 1 << 20
 
 
@@ -130,9 +131,14 @@ class RateBook:
 
         self._change(change)
 
-    def forget(self) -> None:
-        """Nothing is known any more: before a new calibration, which then counts alone."""
-        self._change(lambda _: _Known())
+    def forget(self, tiers: Collection[str] = (), *, compute: bool = False) -> None:
+        """What was measured of these is not known any more: a new calibration counts alone."""
+
+        def change(known: _Known) -> _Known:
+            left = {name: rates for name, rates in known.tiers.items() if name not in tiers}
+            return replace(known, tiers=left, compute=None if compute else known.compute)
+
+        self._change(change)
 
     def _change(self, change: Callable[[_Known], _Known]) -> None:
         with self._changing:
@@ -252,4 +258,6 @@ def _optional(value: object) -> float | None:
 def _number(value: object) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise TypeError(f"{value!r} is no number")
+    if not 0 <= value <= _MAX_NUMBER:
+        raise ValueError(f"{value!r}: expected 0 to {_MAX_NUMBER:g}")
     return float(value)

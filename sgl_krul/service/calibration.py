@@ -80,9 +80,9 @@ class Calibration:
         def computed() -> None:
             assert self._computed is not None
             self._computed.result()
-            kept = agreed(
-                self._worker.submit(self._plans.book.observe_compute, quietest(self._samples)), self._ranks
-            )
+            if self._plans.can_compute and not self._samples:
+                problems.append("recompute was not measured: running requests leave no room on the device")
+            kept = agreed(self._worker.submit(self._keep, quietest(self._samples)), self._ranks)
             self._jobs.begin(Job("", kept, complete, reply))
 
         def complete() -> Body:
@@ -147,8 +147,13 @@ class Calibration:
         """True while there is a slice to run at once."""
         return self._slices is not None
 
+    def _keep(self, slices: Sequence[ComputeSample]) -> None:
+        if slices:
+            self._plans.book.forget(compute=True)
+            self._plans.book.observe_compute(slices)
+
     def _measure_tiers(self, namespace: str) -> list[str]:
-        """The problems there were. What was known is forgotten: a calibration counts alone."""
+        """The problems there were. What was known of what is measured is forgotten: it counts alone."""
         samples: list[LoadSample] = []
         problems: list[str] = []
         for tier in self._tiers:
@@ -156,7 +161,7 @@ class Calibration:
                 samples += measure_tier(tier, namespace, self._in_flight)
             except KrulError as error:
                 problems.append(f"{tier.name} was not measured: {error}")
-        self._plans.book.forget()
+        self._plans.book.forget({sample.tier for sample in samples})
         self._plans.book.observe_load(samples)
         self._plans.book.observe_land([measure_landing() for _ in range(_LANDINGS)])
         return problems

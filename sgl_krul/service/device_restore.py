@@ -264,9 +264,10 @@ class DeviceRestore:
                 report.tokens = tokens
             else:
                 self._reservation.give_back()
-        except BaseException as error:
+        except Exception as error:  # a bug; it must not end the scheduler, and whoever asked must hear of it
+            logger.exception("krul: a restore could not be ended")
             self.future.set_exception(error)
-            raise
+            return
         self.future.set_result(report)
 
 
@@ -319,6 +320,21 @@ class DeviceRestores:
             if not self.computing or over or self.settings.ranks.size > 1 or self.others_run():
                 return
             before = now
+
+    def _step(self, restore: DeviceRestore) -> bool:
+        try:
+            return restore.step(may_compute=not self.computing)
+        except Exception as error:  # a bug; it must not end the scheduler, nor the other restores
+            logger.exception("krul: a restore failed")
+            restore.cancel(f"internal error: {error!r}; the server's log has the trace")
+            return False
+
+    def give_room(self) -> bool:
+        """Running requests need the slots more: give up the youngest restore. False when there is none."""
+        if not self._running:
+            return False
+        self._running.pop().cancel("running requests needed its place on the device")
+        return True
 
     def cancel_all(self, why: str) -> None:
         """Every slot is given back."""

@@ -42,6 +42,13 @@ class Holds:
         if hold is not None:
             hold.report.release()
 
+    def end_youngest(self) -> bool:
+        """What it pinned may be evicted from now on. False when there is none."""
+        if not self._holds:
+            return False
+        self.end(next(reversed(self._holds)))
+        return True
+
     def first_token(self, digest: str) -> ForwardSample | None:
         """The request has its first token: what that took after a restore to the device. Once."""
         hold = self._holds.get(digest)

@@ -80,7 +80,7 @@ class Prepared:
         chunk_tokens: int,
     ) -> Prepared:
         """A session that rests in memory, where `keys` name its pages: the leading ones still there."""
-        pages = chunk_tokens // layout.page_size
+        pages = max(1, chunk_tokens // layout.page_size)
         chunks = []
         for first in range(0, memory.leading(keys), pages):
             some = keys[first : first + pages]
@@ -126,8 +126,9 @@ class Prepared:
         self.chunks = ()
 
     def limit(self, tokens: int) -> None:
-        """No more than so many leading tokens are wanted: whole chunks beyond are left out."""
+        """Not more than so many leading tokens are wanted, in full pages: chunks beyond are left out."""
         kept, end = [], 0
+        tokens = tokens // self.layout.page_size * self.layout.page_size
         for source in self.chunks:
             if end >= tokens:
                 if source.pinned is not None:

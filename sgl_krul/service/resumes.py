@@ -358,12 +358,7 @@ class Resumes:
     # ---- plans ----
 
     def explain(self, session: Session, key: SessionKey, reply: Reply) -> None:
-        """What a resume would do now, and why. Reads the manifest; changes nothing.
-
-        Raises:
-            SessionBusy: another job of the session runs.
-        """
-        self._jobs.refuse_if_busy(session)
+        """What a resume would do now, and why. Reads the manifest; changes nothing, is in nobody's way."""
         future = self._prepare(key, session)
 
         def complete() -> Body:
@@ -374,7 +369,7 @@ class Resumes:
             finally:
                 prepared.release()
 
-        self._jobs.begin(Job(key.digest, future, complete, reply))
+        self._jobs.begin(Job("", future, complete, reply))
 
     # ---- the round ----
 
@@ -393,6 +388,10 @@ class Resumes:
         self.holds.end_old()
         if self.restores:
             self.restores.step()
+
+    def give_room(self) -> bool:
+        """Running requests are out of device pages: give up something of ours. False when nothing is left."""
+        return self.restores.give_room() or self.holds.end_youngest()
 
     def cancel_all(self, why: str) -> None:
         """Give up all restores to the device; every slot goes back."""

@@ -145,9 +145,23 @@ def test_nothing_new_writes_nothing(tmp_path: Path) -> None:
 
 def test_forget_begins_anew(tmp_path: Path) -> None:
     book = filled(tmp_path / "rates.json")
-    book.forget()
-    assert book.rates() == NOTHING
-    assert RateBook(tmp_path / "rates.json", HERE).rates() == NOTHING
+    before = book.rates()
+    book.forget({"ssd"})
+    assert "ssd" not in book.rates().tiers
+    assert book.rates().compute == before.compute
+    book.forget(before.tiers, compute=True)
+    assert book.rates().compute is None
+    assert not book.rates().tiers
+    assert RateBook(tmp_path / "rates.json", HERE).rates() == book.rates()
+
+
+def test_a_rate_that_no_machine_has_is_a_damaged_file(tmp_path: Path) -> None:
+    path = tmp_path / "rates.json"
+    filled(path)
+    content = json.loads(path.read_text())
+    content["tiers"]["ssd"]["bytes_per_s"] = 1e300
+    path.write_text(json.dumps(content))
+    assert RateBook(path, HERE).rates() == NOTHING
 
 
 def test_threads_lose_no_tier_and_leave_no_file(tmp_path: Path) -> None:
