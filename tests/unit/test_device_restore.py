@@ -205,14 +205,14 @@ def test_a_request_that_waits_gets_its_session_pinned(tmp_path: Path) -> None:
         assert sum(site.device.pinned.values()) == 0
 
 
-def test_no_more_is_restored_than_the_prompt_shares(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("shared", "chunks"), [(3, 0), (CHUNK_TOKENS + 3, 1), (CHUNK_TOKENS + 16, 2)])
+def test_no_more_is_restored_than_the_prompt_shares(tmp_path: Path, shared: int, chunks: int) -> None:
     session = chat(6 * CHUNK_TOKENS)
     with open_site(tmp_path) as site:
         site.pause(session)
-        answer = site.resume(
-            session, Wish(prompt=session.token_ids[: CHUNK_TOKENS + 3] + tokens(500, 9000)), hold=True
-        )
-        assert answer["restored_tokens"] == 2 * CHUNK_TOKENS
+        prompt = session.token_ids[:shared] + tokens(500, 9000)
+        answer = site.resume(session, Wish(prompt=prompt), hold=True)
+        assert answer["restored_tokens"] == chunks * CHUNK_TOKENS
 
 
 def test_a_session_in_memory_goes_by_memory_when_a_request_waits(tmp_path: Path) -> None:
