@@ -32,16 +32,16 @@ def truncate(path: Path) -> None:
     path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
 
 
-# What is done to a session's directory -> tokens that may still be restored (whole chunks before the damage).
+# What is done to a session's directory -> tokens that are restored: damaged chunks are computed.
 DAMAGE: dict[str, tuple[Callable[[list[Path], Path], object], int]] = {
-    "first-chunk-truncated": (lambda chunks, manifest: truncate(chunks[0]), 0),
-    "second-chunk-one-bit": (lambda chunks, manifest: flip(chunks[1], 5 << 20), 256),
-    "last-byte-one-bit": (lambda chunks, manifest: flip(chunks[2], chunks[2].stat().st_size - 1), 512),
-    "header-one-bit": (lambda chunks, manifest: flip(chunks[1], 60), 256),
-    "two-chunks-swapped": (lambda chunks, manifest: swap(chunks[0], chunks[1]), 0),
-    "chunk-deleted": (lambda chunks, manifest: chunks[2].unlink(), 512),
-    "chunk-from-the-future": (lambda chunks, manifest: version_from_the_future(chunks[1]), 256),
-    "chunk-empty": (lambda chunks, manifest: chunks[0].write_bytes(b""), 0),
+    "first-chunk-truncated": (lambda chunks, manifest: truncate(chunks[0]), 592),
+    "second-chunk-one-bit": (lambda chunks, manifest: flip(chunks[1], 5 << 20), 592),
+    "last-byte-one-bit": (lambda chunks, manifest: flip(chunks[2], chunks[2].stat().st_size - 1), 592),
+    "header-one-bit": (lambda chunks, manifest: flip(chunks[1], 60), 592),
+    "two-chunks-swapped": (lambda chunks, manifest: swap(chunks[0], chunks[1]), 592),
+    "chunk-deleted": (lambda chunks, manifest: chunks[2].unlink(), 592),
+    "chunk-from-the-future": (lambda chunks, manifest: version_from_the_future(chunks[1]), 592),
+    "chunk-empty": (lambda chunks, manifest: chunks[0].write_bytes(b""), 592),
     "manifest-cut-off": (lambda chunks, manifest: truncate(manifest), 0),
     "manifest-one-bit": (lambda chunks, manifest: flip(manifest, 200), 0),
     "manifest-from-the-future": (lambda chunks, manifest: version_from_the_future(manifest), 0),
@@ -71,10 +71,10 @@ def test_damage_costs_time_only(servers: ServerFactory, chatter: Chatter) -> Non
         assert answer.same_as(references[name]), name
         assert answer.restored == DAMAGE[name][1], name
     counters = second.sessions.sessions().counters
-    assert counters["corrupt_chunks"] == 8  # of the swapped ones both: two loaders read ahead
+    assert counters["corrupt_chunks"] in (7, 8)  # of the swapped ones both, if compute was not there before
     assert counters["missing_chunks"] == 1
     assert counters["corrupt_manifests"] == 3
-    assert second.sessions.session("two-chunks-swapped").corrupt_chunks == 2
+    assert second.sessions.session("two-chunks-swapped").corrupt_chunks in (1, 2)
     for name in names:  # paused anew, everything is whole again
         assert second.sessions.pause(name).stored_tokens == 592 + 16, name
         second.http.post("/flush_cache")
