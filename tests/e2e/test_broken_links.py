@@ -45,7 +45,7 @@ def test_paper_mode_stores_less_and_says_the_same(servers: ServerFactory, fresh_
     chat = Told(running, fresh_id(), seed=400, tokens=1000)
     info = running.sessions.session(chat.session)
     assert info.layer_plan == "paper"
-    assert info.bytes_stored < 0.9 * info.bytes_raw
+    assert info.bytes_stored < 0.98 * info.bytes_raw  # layer 0 at least
     answer = chat.go_on()
     assert answer.krul["restored_tokens"] == 992
-    assert answer.krul["recomputed_tokens"] > 0
+    assert answer.krul["recomputed_tokens"] >= 992 // 30

