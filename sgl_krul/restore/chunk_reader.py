@@ -27,6 +27,7 @@ __all__ = [
     "ChunkCopies",
     "ChunkCopy",
     "ChunkReader",
+    "Ending",
     "Names",
     "Reach",
     "keys_of",
@@ -56,6 +57,19 @@ def keys_of(ref: ChunkRef, names: Names) -> dict[str, str]:
     """Tier name -> the chunk's key there, where a manifest says so; in other tiers it is `ref.key`."""
     identity = (ref.last_page_hash, ref.pages)
     return {tier: keys[identity] for tier, keys in names.items() if identity in keys}
+
+
+@dataclass
+class Ending:
+    """Why a restore, or its loading, ended early: `cut` as a text, `miss` in one word. Empty: it did not."""
+
+    miss: str = ""
+    cut: str = ""
+
+    def end(self, miss: str, cut: str) -> None:
+        """Nothing more comes, for this reason; the first one counts."""
+        if not self.cut:
+            self.miss, self.cut = miss, cut
 
 
 def why_lost(error: StoreError) -> tuple[str, str]:

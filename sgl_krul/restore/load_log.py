@@ -10,7 +10,7 @@ from itertools import groupby
 from threading import Lock
 
 from sgl_krul.errors import StoreError
-from sgl_krul.restore.chunk_reader import why_lost
+from sgl_krul.restore.chunk_reader import Ending, why_lost
 from sgl_krul.restore.cost import LandSample, LoadSample
 from sgl_krul.restore.streams import Claim
 from sgl_krul.restore.timeline import Span, Timeline
@@ -21,7 +21,7 @@ _MAX_SAMPLES = 1024
 
 
 @dataclass
-class LoadReport:
+class LoadReport(Ending):
     """What was loaded. `bytes_read`: by tier ("memory": pages that were there), also what was dropped.
 
     `wasted_bytes`: of those, what was not needed any more or not intact. `cells`: segments that reached the
@@ -37,13 +37,6 @@ class LoadReport:
     missing_chunks: int = 0
     unavailable_chunks: int = 0
     lost: list[int] = field(default_factory=list)
-    miss: str = ""
-    cut: str = ""
-
-    def end(self, miss: str, cut: str) -> None:
-        """Not all comes, for this reason; the first one counts."""
-        if not self.cut:
-            self.miss, self.cut = miss, cut
 
 
 @dataclass

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from threading import Event
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
@@ -24,6 +24,7 @@ from sgl_krul.restore.chunk_reader import (
     ChunkCopies,
     ChunkCopy,
     ChunkReader,
+    Ending,
     keys_of,
     names_in,
     why_lost,
@@ -33,7 +34,26 @@ from sgl_krul.store.memory import MemoryTier, PageReservation, PinnedPages
 from sgl_krul.store.tier import Tier
 from sgl_krul.store.workers import Workers
 
-__all__ = ["Pin", "RestoreReport", "Restorer", "count_own_chunks"]
+__all__ = ["OwnChunk", "Pin", "RestoreReport", "Restorer", "count_own_chunks", "own_chunks"]
+
+
+class OwnChunk(NamedTuple):
+    """A chunk of the manifest's own tokens; its first page, counted from the session's; its pages' keys."""
+
+    ref: ChunkRef
+    first_page: int
+    keys: tuple[str, ...]
+
+
+def own_chunks(manifest: Manifest) -> list[OwnChunk]:
+    """The leading chunks that are of the manifest's own tokens, with the names of their pages in memory."""
+    hashes, first = manifest.hashes, 0
+    chunks = []
+    for ref in manifest.chunks[: count_own_chunks(manifest)]:
+        keys = tuple(page_key(manifest.namespace, h) for h in hashes[first : first + ref.pages])
+        chunks.append(OwnChunk(ref, first, keys))
+        first += ref.pages
+    return chunks
 
 
 def count_own_chunks(manifest: Manifest) -> int:
@@ -56,7 +76,7 @@ class Pin(Protocol):
 
 
 @dataclass
-class RestoreReport:
+class RestoreReport(Ending):
     """What a restore did. `cut` says why it ended early ("" when the whole session came), `miss` the same in
     one word: missing, corrupt, unavailable, deadline, no_room, stale, partial, cancelled, recompute. `origin`
     is the slowest tier that bytes came from.
@@ -69,15 +89,13 @@ class RestoreReport:
     bytes_read: int = 0
     corrupt_chunks: int = 0
     missing_chunks: int = 0
-    cut: str = ""
-    miss: str = ""
     origin: str = ""
     pins: list[Pin] = field(default_factory=list)
 
-    def end(self, miss: str, cut: str) -> None:
-        """Nothing more comes, for this reason; the first one counts."""
-        if not self.cut:
-            self.miss, self.cut = miss, cut
+    def end_of_own_chunks(self) -> None:
+        """The manifest names a chunk that is not of its tokens: nothing from there on."""
+        self.corrupt_chunks += 1
+        self.end("corrupt", "corrupt manifest (identity: token_digest of a chunk is not of its tokens)")
 
     def release(self) -> None:
         """Let the restored pages age like any others, the last one of the session first."""
@@ -92,12 +110,6 @@ class _NoRoom(Exception):
 
 class _Partial(Exception):
     """Of some layers of the chunk nothing is stored (paper mode): only the device can make them."""
-
-
-@dataclass(frozen=True)
-class _Chunk:
-    ref: ChunkRef
-    keys: tuple[str, ...]
 
 
 @dataclass
@@ -141,8 +153,8 @@ class Restorer:
         """
         report = RestoreReport(manifest=manifest)
         reader, names = ChunkReader(self._tiers, self._layout, manifest.namespace), names_in(copies or {})
-        waiting = deque(self._chunks(manifest))
-        running: deque[tuple[_Chunk, Future[_Fetched]]] = deque()
+        waiting = deque(own_chunks(manifest))
+        running: deque[tuple[OwnChunk, Future[_Fetched]]] = deque()
         try:
             while waiting or running:
                 while waiting and len(running) < self._ahead and not report.cut:
@@ -162,21 +174,10 @@ class Restorer:
             report.release()
             raise
         if len(report.pins) < len(manifest.chunks) and not report.cut:
-            report.corrupt_chunks += 1
-            report.end("corrupt", "corrupt manifest (identity: token_digest of a chunk is not of its tokens)")
+            report.end_of_own_chunks()
         return report
 
-    def _chunks(self, manifest: Manifest) -> list[_Chunk]:
-        """The leading chunks that are of the manifest's own tokens, with the names of their pages."""
-        hashes, first = manifest.hashes, 0
-        chunks = []
-        for ref in manifest.chunks[: count_own_chunks(manifest)]:
-            keys = tuple(page_key(manifest.namespace, h) for h in hashes[first : first + ref.pages])
-            chunks.append(_Chunk(ref, keys))
-            first += ref.pages
-        return chunks
-
-    def _collect(self, chunk: _Chunk, future: Future[_Fetched], report: RestoreReport) -> None:
+    def _collect(self, chunk: OwnChunk, future: Future[_Fetched], report: RestoreReport) -> None:
         """Enter one finished chunk in the report. Chunks after a cut are let go again."""
         try:
             fetched = future.result()
@@ -204,7 +205,7 @@ class Restorer:
         names = ["", *(tier.name for tier in self._tiers)]
         return max(one, other, key=names.index)
 
-    def _fetch(self, chunk: _Chunk, copies: ChunkCopies) -> _Fetched:
+    def _fetch(self, chunk: OwnChunk, copies: ChunkCopies) -> _Fetched:
         """The chunk from the first tier that has it intact; else what the fastest one's copy lacked."""
         pinned = self._memory.pin(chunk.keys)
         if pinned is not None:
@@ -220,7 +221,7 @@ class Restorer:
             raise _Partial
         raise copies.error
 
-    def _fetch_from(self, copy: ChunkCopy, chunk: _Chunk) -> tuple[PinnedPages, int]:
+    def _fetch_from(self, copy: ChunkCopy, chunk: OwnChunk) -> tuple[PinnedPages, int]:
         """The chunk's pages in memory, verified and pinned, and the bytes read."""
         reservation = self._memory.reserve(chunk.keys)
         if reservation is None:
@@ -236,7 +237,7 @@ class Restorer:
             raise _NoRoom
         return pinned, bytes_read
 
-    def _read_body(self, copy: ChunkCopy, chunk: _Chunk, reservation: PageReservation) -> int:
+    def _read_body(self, copy: ChunkCopy, chunk: OwnChunk, reservation: PageReservation) -> int:
         """Read all segments straight into the reserved slots and check them; returns the bytes read."""
         buffers = self._targets(chunk, reservation)
         copy.tier.read_segments(copy.ref.key, 0, [part for layer in buffers for part in layer])
@@ -244,7 +245,7 @@ class Restorer:
             verify_segment(segment, layer)
         return sum(segment.length for segment in copy.header.segments)
 
-    def _targets(self, chunk: _Chunk, reservation: PageReservation) -> list[list[memoryview]]:
+    def _targets(self, chunk: OwnChunk, reservation: PageReservation) -> list[list[memoryview]]:
         """Per layer the buffers to read into: runs of reserved slots, scratch for pages that are there."""
         slot_of = dict(zip(reservation.keys, reservation.slots.tolist(), strict=True))
         present = [key for key in chunk.keys if key not in slot_of]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from array import array
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -12,10 +13,10 @@ from numpy.typing import NDArray
 from sgl_krul.layout import KvLayout
 from sgl_krul.restore.chunk_reader import keys_of, names_in
 from sgl_krul.restore.loader import ChunkSource
-from sgl_krul.restore.pipeline import RestoreReport, count_own_chunks
+from sgl_krul.restore.pipeline import RestoreReport, own_chunks
 from sgl_krul.restore.planner import RestoreTask, StoredChunk
 from sgl_krul.service.copies import Found
-from sgl_krul.session.record import ChunkRef, SessionKey, page_key
+from sgl_krul.session.record import ChunkRef, SessionKey
 from sgl_krul.store.memory import MemoryTier
 from sgl_krul.store.tier import Tier
 from sgl_krul.store.tiered import TieredStore
@@ -56,15 +57,13 @@ class Prepared:
         manifest = report.manifest
         if manifest is None:
             return cls(key, report, layout, namespace, found=found)
-        own = count_own_chunks(manifest)
-        if own < len(manifest.chunks):
-            report.corrupt_chunks += 1
-            report.end("corrupt", "corrupt manifest (identity: token_digest of a chunk is not of its tokens)")
-        chunks, first, names = [], 0, names_in(found.copies)
-        for ref in manifest.chunks[:own]:
-            keys = tuple(page_key(manifest.namespace, h) for h in manifest.hashes[first : first + ref.pages])
-            chunks.append(ChunkSource(ref, first, keys_of(ref, names), memory.pin(keys)))
-            first += ref.pages
+        names = names_in(found.copies)
+        chunks = [
+            ChunkSource(ref, first, keys_of(ref, names), memory.pin(keys))
+            for ref, first, keys in own_chunks(manifest)
+        ]
+        if len(chunks) < len(manifest.chunks):
+            report.end_of_own_chunks()
         tiers = [*found.tiers, *store.others(found.tiers)]
         return cls(key, report, layout, namespace, manifest.token_array, chunks, tiers, found)
 
@@ -114,10 +113,10 @@ class Prepared:
     @property
     def tokens_by_tier(self) -> dict[str, int]:
         """How many of them come from where."""
-        counts: dict[str, int] = {}
-        for source, chunk in zip(self.chunks, self.task(0, 1).chunks, strict=True):
-            counts[chunk.tier] = counts.get(chunk.tier, 0) + source.ref.tokens
-        return counts
+        counts: Counter[str] = Counter()
+        for source in self.chunks:
+            counts[self._tier_of(source)] += source.ref.tokens
+        return dict(counts)
 
     def pin_in(self, report: RestoreReport) -> None:
         """All is in memory: the report takes over the pins."""
@@ -150,18 +149,19 @@ class Prepared:
 
     def task(self, on_device_tokens: int, new_tokens: int) -> RestoreTask:
         """The planner's view of it."""
-        slow = self.found.tiers[0].name if self.found.tiers else ""
         chunks = tuple(
-            StoredChunk(
-                source.ref.tokens,
-                MemoryTier.name if source.pinned is not None else slow,
-                tuple(int(size) for size in sizes),
-            )
-            for source, sizes in zip(self.chunks, self.segment_bytes(), strict=True)
+            StoredChunk(source.ref.tokens, self._tier_of(source), tuple(sizes))
+            for source, sizes in zip(self.chunks, self.segment_bytes().tolist(), strict=True)
         )
         return RestoreTask(
             self.layout.layers, self.layout.page_size, chunks, on_device_tokens, max(1, new_tokens)
         )
+
+    def _tier_of(self, source: ChunkSource) -> str:
+        """Where it would be taken from first."""
+        if source.pinned is not None:
+            return MemoryTier.name
+        return self.found.tiers[0].name if self.found.tiers else ""
 
     def release(self) -> None:
         """Let the pinned pages go."""

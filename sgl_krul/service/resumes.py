@@ -232,6 +232,7 @@ class Resumes:
 
     def _make_loader(self, restore: DeviceRestore, target: Target) -> SegmentLoader:
         prepared = restore.prepared
+        workers, loaders = self._transfers.loaders(prepared.tiers)
         return SegmentLoader(
             restore.streams,
             prepared.chunks,
@@ -240,11 +241,11 @@ class Resumes:
             target,
             self._layout,
             self._namespace(),
-            self._transfers.loaders(prepared),
+            workers,
             staging=self._staging,
             timeline=restore.timeline,
             clock=restore.clock,
-            loaders=self._transfers.loaders_each(prepared),
+            loaders=loaders,
         )
 
     def _landed(self, resume: _Resume, restore: DeviceRestore, cut: str) -> Body:

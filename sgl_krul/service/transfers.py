@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from threading import Event
 
@@ -20,6 +20,7 @@ from sgl_krul.service.prepared import Prepared
 from sgl_krul.session.record import SessionKey, manifest_key, pack_tokens, page_key, session_prefix
 from sgl_krul.session.registry import MEMORY, PausedCopy
 from sgl_krul.store.memory import MemoryTier
+from sgl_krul.store.tier import Tier
 from sgl_krul.store.workers import Workers
 
 __all__ = ["HashPages", "Transfers", "Written"]
@@ -206,15 +207,11 @@ class Transfers:
 
         `token_ids` are the session's as far as this server knows: one that rests in memory has no manifest.
         """
-        if paused is None or paused.tiers != (MEMORY,):
-            found = self.copies.find(key.digest, paused, namespace)
+        resting, found = self._locate(key, token_ids, paused, namespace)
+        if resting is None:
             return self._restore(key, found, paused, namespace, deadline)
-        report = self._hold_in_memory(key, token_ids, paused, namespace)
-        older = self.copies.find_in(self.store.others(()) if report.cut else (), key.digest, namespace)
-        if older.manifest is None or older.manifest.stored_tokens <= report.tokens:
-            return report
-        report.release()  # an earlier pause left more of it than memory kept
-        return self._restore(key, older, paused, namespace, deadline)
+        resting.pin_in(resting.report)
+        return resting.report
 
     def prepare(
         self, key: SessionKey, token_ids: array[int], paused: PausedCopy | None, namespace: str
@@ -223,26 +220,38 @@ class Transfers:
 
         Nothing is read but the manifest. What is wrong with it the report says; there are no chunks then.
         """
-        if paused is not None and paused.tiers == (MEMORY,):
-            keys = self._keys_in_memory(key, token_ids, paused, namespace)
-            prepared = Prepared.in_memory_only(
-                key, self.memory, keys, self._layout, namespace, token_ids, self._config.chunk.tokens
-            )
-            lost = _lost_from_memory(paused, prepared.tokens, prepared.report)
-            found = self.copies.find_in(self.store.others(()) if lost else (), key.digest, namespace)
-            if found.manifest is None or found.manifest.stored_tokens <= prepared.tokens:
-                return prepared
-            prepared.release()  # an earlier pause left more of it than memory kept
-        else:
-            found = self.copies.find(key.digest, paused, namespace)
+        resting, found = self._locate(key, token_ids, paused, namespace)
+        if resting is not None:
+            return resting
         report = self._examine(key, found, paused, namespace)
         self._settle_tiers(key, report, found, paused)
         return Prepared.of(key, report, found, self.memory, self.store, self._layout, namespace)
 
-    def loaders_each(self, prepared: Prepared) -> int:
-        """How many of them one session uses at once."""
-        remote = self.loaders(prepared) is self._remote_loaders
-        return max(self._config.restore.workers, _REMOTE_AHEAD if remote else 1)
+    def _locate(
+        self, key: SessionKey, token_ids: array[int], paused: PausedCopy | None, namespace: str
+    ) -> tuple[Prepared | None, Found]:
+        """What memory keeps of a session that rests there, pinned; else where its stored copies are."""
+        if paused is None or paused.tiers != (MEMORY,):
+            return None, self.copies.find(key.digest, paused, namespace)
+        hashes = self._hash_pages(key, token_ids) if paused.namespace == namespace else ()
+        keys = [page_key(namespace, page_hash) for page_hash in hashes]
+        resting = Prepared.in_memory_only(
+            key,
+            self.memory,
+            keys[: paused.stored_tokens // self._layout.page_size],
+            self._layout,
+            namespace,
+            token_ids,
+            self._config.chunk.tokens,
+        )
+        lost = paused.stored_tokens - resting.tokens
+        if lost:
+            resting.report.end("missing", f"{lost} tokens have left memory, where the session rested")
+        older = self.copies.find_in(self.store.others(()) if lost else (), key.digest, namespace)
+        if older.manifest is None or older.manifest.stored_tokens <= resting.tokens:
+            return resting, older
+        resting.release()  # an earlier pause left more of it than memory kept
+        return None, older
 
     def _restore(
         self, key: SessionKey, found: Found, paused: PausedCopy | None, namespace: str, deadline: float
@@ -250,15 +259,9 @@ class Transfers:
         report = self._examine(key, found, paused, namespace)
         if report.manifest is None:
             return report
-        tiers = found.tiers
-        remote = self.store.is_shared(tiers[0])
-        restorer = Restorer(
-            [*tiers, *self.store.others(tiers)],
-            self.memory,
-            self._layout,
-            self._remote_loaders if remote else self._loaders,
-            ahead=max(self._config.restore.workers, _REMOTE_AHEAD if remote else 1),
-        )
+        tiers = [*found.tiers, *self.store.others(found.tiers)]
+        workers, ahead = self.loaders(tiers)
+        restorer = Restorer(tiers, self.memory, self._layout, workers, ahead=ahead)
         report = restorer.run(
             report.manifest, copies=found.copies, deadline=deadline, clock=self._clock, cancelled=self.stop
         )
@@ -297,47 +300,20 @@ class Transfers:
             keys = [manifest_key(manifest.namespace, key.digest), *(chunk.key for chunk in manifest.chunks)]
             self._remote_loaders.submit(self.store.touch, keys)
 
-    def loaders(self, prepared: Prepared) -> Workers:
-        """The threads that load this session: apart for those that wait for a network."""
-        tiers = prepared.found.tiers
-        return self._remote_loaders if tiers and self.store.is_shared(tiers[0]) else self._loaders
+    def loaders(self, tiers: Sequence[Tier]) -> tuple[Workers, int]:
+        """The threads that read sessions whose fastest copy is in `tiers[0]`, and how many one session uses.
 
-    def _hold_in_memory(
-        self, key: SessionKey, token_ids: array[int], paused: PausedCopy, namespace: str
-    ) -> RestoreReport:
-        """Pin what memory still has of a session that rests there."""
-        report = RestoreReport()
-        keys = self._keys_in_memory(key, token_ids, paused, namespace)
-        pinned = None
-        while pinned is None:  # what was there a moment ago may have been evicted since
-            keys = keys[: self.memory.leading(keys)]
-            pinned = self.memory.pin(keys)
-        report.pins.append(pinned)
-        report.tokens = report.from_memory_tokens = len(keys) * self._layout.page_size
-        _lost_from_memory(paused, report.tokens, report)
-        return report
-
-    def _keys_in_memory(
-        self, key: SessionKey, token_ids: array[int], paused: PausedCopy, namespace: str
-    ) -> list[str]:
-        """The memory keys of the pages of a session that rests there."""
-        hashes = self._hash_pages(key, token_ids) if paused.namespace == namespace else ()
-        keys = [page_key(namespace, page_hash) for page_hash in hashes]
-        return keys[: paused.stored_tokens // self._layout.page_size]
+        Apart for those that wait for a network.
+        """
+        if tiers and tiers[0] is self.store.shared:
+            return self._remote_loaders, max(self._config.restore.workers, _REMOTE_AHEAD)
+        return self._loaders, self._config.restore.workers
 
     def close(self) -> None:
         """Stop the loaders."""
         self.stop.set()
         self._loaders.close()
         self._remote_loaders.close()
-
-
-def _lost_from_memory(paused: PausedCopy, tokens: int, report: RestoreReport) -> int:
-    """How many tokens memory has no more of a session that rests there; the report says so."""
-    lost = paused.stored_tokens - tokens
-    if lost:
-        report.end("missing", f"{lost} tokens have left memory, where the session rested")
-    return lost
 
 
 def _newer(
