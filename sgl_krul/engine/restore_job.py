@@ -111,16 +111,17 @@ class EngineDevice:
     def insert(
         self, key: SessionKey, tokens: array[int], path: DevicePath, slots: torch.Tensor
     ) -> DevicePath:
-        """Put `tokens` into the tree, as a finished request would: those of `path`, then those in `slots`.
+        """Put `tokens` into the tree, as a finished request would: `slots` (int64 [tokens]) are those of
+        `path`, which are there, and then new ones.
 
-        The slots are the tree's from then on (it frees what another request has put there meanwhile). Returns
-        the path to all of them, locked.
+        The new ones are the tree's from then on (it frees what another request has put there meanwhile).
+        Returns the path to all of them, locked.
         """
-        if len(slots):
+        if len(slots) > path.tokens:
             self._cache.insert(
                 InsertParams(
                     key=self._cache.radix_key(key, tokens),
-                    value=torch.cat([path.indices, slots]),
+                    value=slots,
                     prev_prefix_len=path.tokens,
                     inserted_len=path.tokens,
                 )
@@ -166,6 +167,7 @@ class _Reserved:
         self._tokens = tokens
         self._path = path
         self._slots = slots
+        self._all_slots = torch.cat([path.indices, slots])
         self._epoch = device.epoch
         self._recomputes: dict[int, Recompute] = {}  # by the first token of their block
 
@@ -178,8 +180,8 @@ class _Reserved:
         """One slice through the model. Blocks with different starts are under way side by side."""
         recompute = self._recomputes.get(start)
         if recompute is None:
-            slots = torch.cat([self._path.indices, self._slots])
-            recompute = self._recomputes[start] = self._device.open_recompute(self._tokens, slots)
+            recompute = self._device.open_recompute(self._tokens, self._all_slots)
+            self._recomputes[start] = recompute
         recompute.run(start, end, layer, kv_only)
         self._device.synchronize()  # so slices don't queue up before others' decodes, and rates are true
         if kv_only:
@@ -196,7 +198,7 @@ class _Reserved:
         self._close()
         tokens = max(tokens, self.start)
         new = tokens - self.start
-        path = self._device.insert(self._key, self._tokens[:tokens], self._path, self._slots[:new])
+        path = self._device.insert(self._key, self._tokens[:tokens], self._path, self._all_slots[:tokens])
         self._device.unhold(self._slots[:new], free=False)
         self._device.unhold(self._slots[new:], free=True)
         self._device.release(self._path, self._epoch)

@@ -71,10 +71,11 @@ class Plans:
         on_device: int,
         prompt_tokens: int | None,
         strategy: Strategy | None,
-        follow: Follow = "end",
     ) -> RestorePlan:
         """The plan for a session of which `on_device` tokens are there, for a request of `prompt_tokens`."""
-        task = prepared.task(on_device, _new_tokens(prepared, prompt_tokens))
+        return self._plan(prepared.task(on_device, _new_tokens(prepared, prompt_tokens)), strategy)
+
+    def _plan(self, task: RestoreTask, strategy: Strategy | None, follow: Follow = "end") -> RestorePlan:
         return plan_restore(
             task, self.book.rates(), self.chosen(strategy), follow=follow, may_recompute=self.can_compute
         )
@@ -112,11 +113,12 @@ class Plans:
         """What a resume would do now, beside loading all and recomputing all."""
         on_device = 0 if self.device is None or not prepared.chunks else self.device.on_device(prepared)
         by_memory = bool(prepared.chunks) and (self.device is None or prepared.all_in_memory)
-        timed = self.book.rates().compute is not None
+        rates, task = self.book.rates(), prepared.task(on_device, _new_tokens(prepared, None))
+        timed = rates.compute is not None
         # From memory SGLang loads layer by layer under the forward; a restore to the device comes before it.
         loads: Follow = "layers" if by_memory else "end"
         plans = {
-            name: _plan_body(self.make(prepared, on_device, None, strategy, follow), timed=timed)
+            name: _plan_body(self._plan(task, strategy, follow), timed=timed)
             for name, strategy, follow in (
                 ("plan", Strategy.load if by_memory else None, loads),
                 ("load_all", Strategy.load, loads),
@@ -131,21 +133,14 @@ class Plans:
             "state": session.state.value,
             "tokens": prepared.tokens,
             "on_device_tokens": on_device,
-            "new_tokens": _new_tokens(prepared, None),
+            "new_tokens": task.new_tokens,
             "path": ("memory" if by_memory else "device") if comes else "none",
             "tiers": prepared.tokens_by_tier,
             "recompute": self.recompute,
             "rates": self.rates(),
-            "paper_share": self._paper_share(prepared, on_device),
+            "paper_share": paper_share(task, rates) if timed and prepared.chunks else None,
             "reason": prepared.report.cut,
         } | plans
-
-    def _paper_share(self, prepared: Prepared, on_device: int) -> float | None:
-        """r_c of the Krul paper's eq. 1 for this session: the share it would recompute."""
-        rates = self.book.rates()
-        if rates.compute is None or not prepared.chunks:
-            return None
-        return paper_share(prepared.task(on_device, _new_tokens(prepared, None)), rates)
 
     def rates(self) -> Body:
         """The rates that plans are made from."""
