@@ -25,7 +25,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -48,9 +48,9 @@ from benchmarks.beside_report import (
     read_slices,
     show,
 )
-from benchmarks.harness import Server, model_arguments, stamp, tokens, workspace
+from benchmarks.harness import Server, progress, stamp, tokens, workspace
 from benchmarks.restore_report import MB
-from benchmarks.restore_server import LATENCY_S, Session, call, require_away, timeline
+from benchmarks.restore_server import Session, call, require_away, serving, timeline
 
 CHATS = 2
 CHAT_TOKENS = 150  # that a chat decodes at least; it goes on while a restore does
@@ -291,34 +291,13 @@ class Bench:
 
     @contextmanager
     def _serving(self, speed: float, change: str = "") -> Iterator[Server]:
-        """A server whose disk is behind a link, warm; killed at the end.
-
-        Memory has room for one page. Servers of one speed share their rates.
-        """
+        """A server whose disk is behind a link, warm."""
         progress(f"server behind {speed / MB:g} MB/s {change}")
-        config = self._place / f"{speed:.0f}-{self._rng.getrandbits(32):x}.yaml"
-        link = f"tier: ssd, bytes_per_s: {round(speed)}, latency_s: {LATENCY_S}, dead_after_s: {DEADLINE_S}"
-        extra = f", {self._settings}" if self._settings else ""
-        config.write_text(
-            "memory: {capacity_bytes: 1MiB, prefault_bytes: 0}\n"
-            f"ssd: {{path: {self._place / 'store'}, capacity_bytes: 32GiB, free_space_floor_bytes: 1GiB}}\n"
-            f"link: {{{link}{change and ', ' + change}}}\n"
-            f"restore: {{rates_file: {self._place}/rates-{speed:.0f}.json{extra}}}\n"
-            "session: {hold_deadline_s: 5m}\n"
-        )
-        arguments = [*model_arguments(), "--radix-cache-backend", "krul"]
-        server = Server(arguments, {"KRUL_CONFIG": str(config)}, config.with_suffix(".log"))
-        try:
-            server.wait_ready()
+        link = f"dead_after_s: {DEADLINE_S}{change and ', ' + change}"
+        name = f"{speed:.0f}-{self._rng.getrandbits(32):x}"
+        with serving(self._place, speed, name=name, link=link, restore=self._settings or "") as server:
             server.generate(tokens(self._rng, 64), new_tokens=4)
             yield server
-        finally:
-            with suppress(Exception):
-                server.kill()
-
-
-def progress(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":

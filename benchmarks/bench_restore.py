@@ -37,7 +37,7 @@ from typing import Any
 if __package__ in (None, ""):  # run as a file: make the package importable
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.harness import Server, Timed, stamp, tokens, workspace
+from benchmarks.harness import Server, Timed, progress, stamp, tokens, workspace
 from benchmarks.restore_report import (
     LOAD,
     MB,
@@ -259,10 +259,6 @@ class Bench:
             server.http.post("/v1/restore/calibrate", json={}).raise_for_status()
             self.calibration_s.append(round(time.perf_counter() - start, 2))
             yield server
-
-
-def progress(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":

@@ -32,6 +32,7 @@ if __package__ in (None, ""):  # run as a file: make the package importable
 from benchmarks.harness import (
     Server,
     model_arguments,
+    progress,
     resident_share,
     stamp,
     tokens,
@@ -188,10 +189,6 @@ def show(rows: list[dict[str, Any]], resident: float) -> None:
             met = "met" if entry["redis_over_radix"] <= GOAL_REDIS else "MISSED"
             print(f"redis_over_radix at {GOAL_TOKENS} tokens, goal at most {GOAL_REDIS}: {met}")
     print(f"page cache before the SSD rows: {resident:.0%} of the stored bytes resident")
-
-
-def progress(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":

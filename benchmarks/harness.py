@@ -175,3 +175,8 @@ def _cpu_name() -> str:
         if line.startswith("model name"):
             return line.split(":", 1)[1].strip()
     return platform.processor()
+
+
+def progress(text: str) -> None:
+    """A line for whoever watches; results go to stdout."""
+    print(text, file=sys.stderr, flush=True)

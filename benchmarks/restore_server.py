@@ -52,19 +52,34 @@ class Session:
 
 @contextmanager
 def serving(
-    place: Path, speed: float, *, strategy: str = "optimal", store: str = "store"
+    place: Path,
+    speed: float,
+    *,
+    strategy: str = "optimal",
+    store: str = "store",
+    name: str = "",
+    link: str = "",
+    restore: str = "",
 ) -> Iterator[Server]:
     """A server whose disk is behind a link of `speed` bytes a second; killed at the end.
 
-    The memory tier has room for one page: what is paused lies on the disk only.
+    The memory tier has room for one page: what is paused lies on the disk only. Servers of one store and
+    speed share their rates. `name`: of the configuration and the log, if there are several of these.
+    `link`, `restore`: more keys of these sections.
     """
-    name = f"{store}-{speed:.0f}"
-    config = place / f"{name}.yaml"
+    rates = f"{store}-{speed:.0f}"
+    config = place / f"{name or rates}.yaml"
+    links = [f"tier: ssd, bytes_per_s: {round(speed)}, latency_s: {LATENCY_S}", link]
+    restores = [
+        "" if strategy == "optimal" else f"strategy: {strategy}",
+        f"rates_file: {place / rates}.json",
+        restore,
+    ]
     config.write_text(
         "memory: {capacity_bytes: 1MiB, prefault_bytes: 0}\n"
         f"ssd: {{path: {place / store}, capacity_bytes: 32GiB, free_space_floor_bytes: 1GiB}}\n"
-        f"link: {{tier: ssd, bytes_per_s: {round(speed)}, latency_s: {LATENCY_S}}}\n"
-        f"restore: {{strategy: {strategy}, rates_file: {place / name}.json}}\n"
+        f"link: {{{', '.join(filter(None, links))}}}\n"
+        f"restore: {{{', '.join(filter(None, restores))}}}\n"
         "session: {hold_deadline_s: 5m}\n"
     )
     arguments = [*model_arguments(), "--radix-cache-backend", "krul"]
