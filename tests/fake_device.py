@@ -12,9 +12,22 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from sgl_krul.restore.cost import ComputeSample
+from sgl_krul.restore.cost import ComputeSample, LoadSample
+from sgl_krul.restore.rate_book import RateBook
 from sgl_krul.service.prepared import Prepared
 from tests.sessions import LAYOUT, PAGE, page_hashes, true_kv
+
+
+def teach(book: RateBook, *, bytes_per_s: float, s_per_token: float) -> None:
+    """Samples of an SSD and of a model that are so fast."""
+    slices = [
+        ComputeSample(first, tokens, kv_only, s_per_token * tokens * (0.1 if kv_only else 1.0))
+        for first in (0, 256, 512, 1024)
+        for tokens in (64, 128, 256, 512)
+        for kv_only in (False, True)
+    ]
+    book.observe_compute(slices)
+    book.observe_load([LoadSample("ssd", size, size / bytes_per_s, 1) for size in (4096, 65536, 1 << 20) * 4])
 
 
 class FakeDevice:

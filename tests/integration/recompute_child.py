@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from tests.redis_servers import free_port
+from sgl_krul.cli.server_process import free_port
 
 PAGE = 16
 

@@ -11,7 +11,8 @@ import yaml
 from rich.console import Console
 
 from sgl_krul.cli.doctor import Finding, Level, _check_config, _print
-from tests.redis_servers import Proxy, ValkeyServer, certificates, free_port, open_tier, replica_of
+from sgl_krul.cli.server_process import free_port
+from tests.redis_servers import Proxy, ValkeyServer, certificates, open_tier, replica_of
 
 ADVICE = "start it, or correct redis.url, redis.username, redis.password and redis.tls_ca_file"
 

@@ -17,6 +17,7 @@ with warnings.catch_warnings():
     from sgl_krul.engine.cpu_attention import Span, attend
     from sgl_krul.engine.recompute_attention import attend_gathered
 from sgl_krul.cli.demo_model import demo_model_path
+from sgl_krul.cli.server_process import free_port
 from sgl_krul.config import cache_home
 from tests.integration.recompute_child import (
     Child,
@@ -34,7 +35,6 @@ from tests.integration.recompute_child import (
     tampered,
     tiny_model,
 )
-from tests.redis_servers import free_port
 
 ROUNDING = 1e-4  # float32: what splitting a prompt otherwise may change, in the measure of the self-test
 

@@ -11,10 +11,11 @@ from typing import Any
 
 import pytest
 
+from sgl_krul.cli.server_process import free_port
 from sgl_krul.errors import StoreUnavailable
 from sgl_krul.session.registry import State
 from tests.integration.redis_site import Site, open_site, raw_keys, session_of
-from tests.redis_servers import Proxy, ValkeyServer, free_port
+from tests.redis_servers import Proxy, ValkeyServer
 from tests.sessions import CHUNK_TOKENS, PAGE, Chat
 
 CHUNKS = 12

@@ -15,13 +15,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sgl_krul.errors import BadRequest, KrulError, NoDeviceRoom, NoTimeline, SessionBusy, StoreUnavailable
-from sgl_krul.restore.cost import ComputeSample, LoadSample
 from sgl_krul.restore.planner import Strategy
 from sgl_krul.service import SessionService
 from sgl_krul.service.wish import TargetPlace, Wish
 from sgl_krul.session.registry import State
 from sgl_krul.store.memory import MemoryTier
-from tests.fake_device import FakeDevice
+from tests.fake_device import FakeDevice, teach
 from tests.sessions import (
     CHUNK_TOKENS,
     LAYOUT,
@@ -110,16 +109,7 @@ def open_site(
 
 def learn(site: Site, *, bytes_per_s: float, s_per_token: float) -> None:
     """Give the service rates."""
-    book = site.service.resumes.plans.book
-    slices = [
-        ComputeSample(first, tokens, kv_only, s_per_token * tokens * (0.1 if kv_only else 1.0))
-        for first in (0, 256, 512, 1024)
-        for tokens in (64, 128, 256, 512)
-        for kv_only in (False, True)
-    ]
-    book.observe_compute(slices)
-    loads = [LoadSample("ssd", size, size / bytes_per_s, 1) for size in (4096, 65536, 1 << 20) * 4]
-    book.observe_load(loads)
+    teach(site.service.resumes.plans.book, bytes_per_s=bytes_per_s, s_per_token=s_per_token)
 
 
 def test_both_streams_bring_a_session_to_the_device(tmp_path: Path) -> None:

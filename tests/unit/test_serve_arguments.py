@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 
 from sgl_krul.cli.serve import serve_arguments
+from sgl_krul.cli.server_process import free_port
 from sgl_krul.errors import ConfigError
 from sgl_krul.store.root import RootDirectory
-from tests.redis_servers import free_port
 
 MODEL = ["--model-path", "/models/m"]
 OURS = ["--radix-cache-backend", "krul", "--enable-cache-report"]
