@@ -28,6 +28,7 @@ _WRITING, _COMPUTING = 3, 4  # inside only; a view shows COMING
 
 _PATIENCE_S = 0.1  # a claim that takes longer than this, and than others took, may be computed instead
 _PATIENCE_FACTOR = 4.0
+_WEIGHT = 0.3  # of the newest in the averages of claims and slices
 _GUIDED = 8  # a claim takes at most this part of what is left: small claims at the end, where streams meet
 
 
@@ -113,6 +114,9 @@ class Streams:
         self._made = np.zeros(self._state.shape, np.bool_)  # by compute
         self._claimed_at = np.zeros(self._state.shape)
         self._claim_s = _PATIENCE_S
+        self._landed = False
+        self._computed_at: float | None = None
+        self._cell_s = 0.0  # of compute; 0: not known yet
         planned = np.arange(grid.layers) < np.asarray(course.depths)[:, None]
         if course.adaptive:  # of the plan only this is taken: layer 0 costs compute next to nothing
             planned &= np.asarray(course.depths)[:, None] == 1
@@ -123,10 +127,10 @@ class Streams:
 
     def claim(self, max_bytes: int) -> Claim | None:
         """The next segments for a loader: contiguous layers of one chunk, of at most `max_bytes`, at least
-        one. None: nothing is left that a loader may bring.
+        one. None: nothing is left that a loader may bring, or that compute will not have made sooner.
         """
         with self._lock:
-            if self._stopped:
+            if self._stopped or self._compute_is_sooner():
                 return None
             claimable = (self._state == FREE) & ~self._reserved
             left = int(self.grid.segment_bytes[claimable].sum())
@@ -154,7 +158,8 @@ class Streams:
         with self._lock:
             if self._state[chunk, layer] == _WRITING:
                 self._state[chunk, layer] = PLACED
-            self._claim_s += 0.3 * (self._clock() - self._claimed_at[chunk, layer] - self._claim_s)
+            self._claim_s += _WEIGHT * (self._clock() - self._claimed_at[chunk, layer] - self._claim_s)
+            self._landed = True
 
     def lost(self, chunk: int) -> None:
         """No tier has the chunk intact: what is not in place of it must be computed."""
@@ -218,6 +223,7 @@ class Streams:
             self._made[_cells_of(piece)] |= cells == _COMPUTING
             cells[cells == _COMPUTING] = PLACED
             self._running = None
+            self._learn_pace(piece)
 
     def compute_failed(self) -> None:
         """There will be no more computing: loads have to bring what is left, up to the first hole.
@@ -270,6 +276,21 @@ class Streams:
         """Chunks to bring: all, or those before the first hole where nothing can be computed."""
         (holes,) = np.nonzero((agreed == LOST).any(axis=1))
         return len(self.grid.ends) if self._can_compute or not len(holes) else int(holes[0])
+
+    def _learn_pace(self, piece: Slice) -> None:
+        """From one slice to the next: what else the scheduler does between them slows compute, too."""
+        now, before = self._clock(), self._computed_at
+        self._computed_at = now
+        if before is not None and not piece.kv_only:
+            cell_s = (now - before) / piece.chunks
+            self._cell_s += (_WEIGHT if self._cell_s else 1.0) * (cell_s - self._cell_s)
+
+    def _compute_is_sooner(self) -> bool:
+        """Whether compute makes all that is left in less time than a claim takes: then it would wait for it."""
+        if not (self._adaptive and self._computes and self._landed and self._cell_s):
+            return False
+        left = int(((self._state == FREE) | (self._state == LOST)).sum())
+        return left * self._cell_s < self._claim_s
 
     def _load_order(self) -> Sequence[int]:
         """Backwards; but what lies before a hole first, since computing through it needs that.

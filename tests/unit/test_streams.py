@@ -299,3 +299,36 @@ def test_idle_time_is_what_no_span_of_the_stream_covers() -> None:
     shown = timeline.as_dict()
     assert shown["staircase"] == [512, 512]
     assert shown["spans"][0] == ["compute", 0.0, 0.5, 0, 512, 0, 1, 0, ""]
+
+
+@pytest.mark.parametrize(("adaptive", "claimed"), [(True, False), (False, True)])
+def test_no_claim_is_begun_that_compute_would_wait_for(adaptive: bool, claimed: bool) -> None:
+    clock = Time()
+    streams = make(2, clock=clock, depths=[LAYERS - 1] * 2, adaptive=adaptive)
+    claim = streams.claim(1)
+    assert claim is not None
+    clock.now += 2.0  # a slow link
+    land(streams, claim)
+    for _ in range(3):  # both chunks, layer by layer, in .1 s each
+        piece = streams.next_slice(streams.view())
+        assert piece is not None
+        clock.now += 0.1
+        streams.computed(piece)
+    assert (streams.claim(1) is not None) == claimed
+
+
+def test_where_loads_are_sooner_they_go_on_to_the_last_cell() -> None:
+    clock = Time()
+    streams = make(2, clock=clock)
+    for _ in range(2):
+        piece = streams.next_slice(streams.view())
+        assert piece is not None
+        clock.now += 0.1
+        streams.computed(piece)
+    claims = 0
+    while (claim := streams.claim(1)) is not None:
+        claims += 1
+        clock.now += 0.001
+        land(streams, claim)
+    assert claims == 2 * (LAYERS - 2)
+    assert streams.finished(streams.view())
