@@ -286,7 +286,7 @@ class Streams:
             self._cell_s += (_WEIGHT if self._cell_s else 1.0) * (cell_s - self._cell_s)
 
     def _compute_is_sooner(self) -> bool:
-        """Whether compute makes all that is left in less time than a claim takes: then it would wait for it."""
+        """Whether compute makes all that is left in less time than a claim takes, and would wait for it."""
         if not (self._adaptive and self._computes and self._landed and self._cell_s):
             return False
         left = int(((self._state == FREE) | (self._state == LOST)).sum())
