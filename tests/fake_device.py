@@ -31,7 +31,9 @@ def teach(book: RateBook, *, bytes_per_s: float, s_per_token: float) -> None:
 
 
 class FakeDevice:
-    """`pages` pool pages. `slice_s`: how long a slice takes. `fails_at`: a layer whose compute raises."""
+    """`pages` pool pages. `slice_s`: how long a slice takes. `fails_at`: a layer whose compute raises. `bug`:
+    what begins a block raises.
+    """
 
     def __init__(self, pages: int = 64, *, slice_s: float = 0.0, refuses: str = "") -> None:
         self.pool = np.zeros((LAYOUT.layers, pages, LAYOUT.page_segment_bytes), np.uint8)
@@ -41,6 +43,7 @@ class FakeDevice:
         self.refuses_recompute = refuses
         self.slice_s = slice_s
         self.fails_at: int | None = None
+        self.bug = False
         self.epoch = 0
         self.slices = 0
         self.longest = 0  # tokens of a slice
@@ -166,6 +169,8 @@ class FakeReservation:
 
     def drop_blocks(self) -> None:
         """See Reservation."""
+        if self._device.bug:
+            raise RuntimeError("a bug of the engine")
         self._blocks.clear()
 
     def keep(self, tokens: int) -> FakePin:

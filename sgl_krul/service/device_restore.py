@@ -310,10 +310,8 @@ class DeviceRestores:
         begun = before = self.settings.clock()
         while True:
             self.computing = False
-            for (
-                restore
-            ) in self._running:  # all of them may end, one may compute: the oldest that has something to
-                self.computing |= restore.step(may_compute=not self.computing)
+            for restore in self._running:  # all may end, one may compute: the oldest that has something to
+                self.computing |= self._step(restore)
             self._running = [restore for restore in self._running if not restore.future.done()]
             now = self.settings.clock()
             over = now + (now - before) - begun > self.settings.max_step_s

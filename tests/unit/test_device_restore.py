@@ -600,3 +600,15 @@ def test_whatever_happens_the_right_pages_come_and_nothing_stays_behind(
         (answer,) = site.answers
         whole = answer["restored_tokens"] == len(session.hashes) * 16
         assert whole or answer["reason"], answer
+
+
+def test_a_bug_in_a_step_ends_that_restore_alone(tmp_path: Path) -> None:
+    session = chat(4 * CHUNK_TOKENS)
+    with open_site(tmp_path, FakeDevice(slice_s=0.001)) as site:
+        site.pause(session)
+        site.device.bug = True
+        answer = site.resume(session, Wish(target=TargetPlace.DEVICE, strategy=Strategy.half))
+        assert "internal error: RuntimeError('a bug of the engine')" in answer["reason"]
+        assert answer["restored_tokens"] == 0
+        site.device.bug = False
+        site.restored(session)
