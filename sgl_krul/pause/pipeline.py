@@ -1,11 +1,12 @@
 """Write one session to a tier: plan which chunks are new, and land them (`session.landing` has the order).
 
-In paper mode the first layers of a chunk, as many as its depth says, are not stored (see `paper`).
+In paper mode the first layers of a chunk, as many as its depth says, are not stored (see `paper`). Under a
+layer plan its layers are coded (`codec.coder`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Protocol
@@ -13,6 +14,7 @@ from typing import Protocol
 import msgspec
 
 from sgl_krul.codec.base import Mode
+from sgl_krul.codec.coder import ChunkCoder
 from sgl_krul.codec.frame import (
     PAPER_PLAN,
     RAW_PLAN,
@@ -33,8 +35,10 @@ from sgl_krul.session.record import (
     Manifest,
     chunk_key,
     pack_tokens,
+    plans_used,
 )
-from sgl_krul.store.tier import Tier
+from sgl_krul.store.tier import Buffer, Tier
+from sgl_krul.strategy.layer_plan import LayerPlan
 
 __all__ = [
     "RAW_PLAN",
@@ -68,7 +72,10 @@ class PageSource(Protocol):
 
 @dataclass(frozen=True)
 class Snapshot:
-    """What is to be paused, frozen at the moment of asking. `page_hashes` covers all full pages."""
+    """What is to be paused, frozen at the moment of asking. `page_hashes` covers all full pages.
+
+    `exact`: its KV is what the model made of these tokens, and of nothing that was coded.
+    """
 
     namespace: str
     digest: str
@@ -102,13 +109,16 @@ class PauseReport:
     bytes_written: int
 
 
-def plan_chunks(snapshot: Snapshot, previous: Manifest | None, chunk_pages: int) -> list[ChunkPlan]:
+def plan_chunks(
+    snapshot: Snapshot, previous: Manifest | None, chunk_pages: int, *, coded: bool = False
+) -> list[ChunkPlan]:
     """Cut the session's full pages into chunks and find which of them an earlier pause wrote already. Pure.
 
     A chunk is reused when its last page hash is the same: the hash is chained, so it commits to every token
-    before it (and to the salt).
+    before it (and to the salt). `coded`: also one that is stored under a layer plan.
     """
-    kept = {} if previous is None else {(c.last_page_hash, c.pages): c for c in previous.chunks}
+    old = () if previous is None else previous.chunks
+    kept = {(c.last_page_hash, c.pages): c for c in old if coded or not c.plan_id}
     plans = []
     total = len(snapshot.page_hashes)
     for index, first in enumerate(range(0, total, chunk_pages)):
@@ -136,6 +146,7 @@ def write_session(
     now: Callable[[], float],
     generation: int = 1,
     depths: Depths | None = None,
+    plan: LayerPlan | None = None,
 ) -> PauseReport:
     """Pause one session into `tier`. Blocks on I/O: call it from a worker.
 
@@ -144,29 +155,35 @@ def write_session(
     `depths` None stores every layer, and a chunk that an earlier pause stored without its first ones is
     written anew (or ends what is stored, if `source` does not have it). With `depths` such a chunk stays as
     it is, and so does a whole one; those after it are then stored no deeper.
+    `plan`: how layers are coded; None stores them raw. What an earlier pause stored under another plan stays
+    as it is, unless all is to be exact: coding what was decoded would lose twice.
 
     Raises:
-        ValueError: `depths` gives other than a number of layers for each chunk, or rising ones.
+        ValueError: `depths` gives other than a number of layers for each chunk, or rising ones; or there are
+            both `depths` and a `plan`.
         StoreFull, StoreUnavailable, LeaseHeld: the session is paused as before or not at all.
     """
+    if depths is not None and plan is not None:
+        raise ValueError("depths and a layer plan: what is coded is stored in all layers, give one of them")
     chunk_pages = max(1, chunk_tokens // snapshot.layout.page_size)
+    coder = None if plan is None else ChunkCoder(snapshot.layout, plan)
     with Landing(tier, snapshot.namespace, snapshot.digest) as landing:
         previous = landing.previous
         if previous is not None:
             generation = max(generation, previous.generation + 1)
-        plans = plan_chunks(snapshot, previous, chunk_pages)
+        plans = plan_chunks(snapshot, previous, chunk_pages, coded=plan is not None or not snapshot.exact)
         wanted = _wanted_depths(plans, depths, snapshot.layout.layers)
         deepest = 0 if depths is None else snapshot.layout.layers
         kept = kept_depths(plans, tier, snapshot.namespace, deepest=deepest)
         chunks: list[ChunkRef] = []
-        for plan, stays, depth in zip(plans, kept, settle_depths(wanted, kept), strict=True):
-            ref = plan.reuse if stays is not None else None
+        for chunk, stays, depth in zip(plans, kept, settle_depths(wanted, kept), strict=True):
+            ref = chunk.reuse if stays is not None else None
             if ref is None:
-                ref = _store_chunk(snapshot, plan, source, landing, generation, depth)
+                ref = _store_chunk(snapshot, chunk, source, landing, generation, depth, coder)
             if ref is None:
                 break
             chunks.append(ref)
-        manifest = _manifest(snapshot, generation, chunks, now())
+        manifest = _manifest(snapshot, generation, chunks, _plans(plan, previous), now())
         landing.commit(manifest)
     return PauseReport(
         manifest=manifest,
@@ -222,26 +239,45 @@ def still_there(tier: Tier, ref: ChunkRef, namespace: str) -> bool:
         )
     except Corrupt:
         return False
-    return header.depth == ref.depth
+    return header.depth == ref.depth and header.plan_id == ref.plan_name
 
 
 def _store_chunk(
-    snapshot: Snapshot, plan: ChunkPlan, source: PageSource, landing: Landing, generation: int, depth: int
+    snapshot: Snapshot,
+    plan: ChunkPlan,
+    source: PageSource,
+    landing: Landing,
+    generation: int,
+    depth: int,
+    coder: ChunkCoder | None,
 ) -> ChunkRef | None:
     """Write a chunk without its first `depth` layers; None when `source` does not have its pages."""
     layers = snapshot.layout.layers
     if depth == layers:  # nothing of it is stored, so nothing is asked for
-        return _put_chunk(snapshot, plan, [()] * layers, landing, generation, depth)
+        return _put_chunk(snapshot, plan, [()] * layers, landing, generation, depth, None)
     with source.segments(plan.first_page, plan.pages) as segments:
         if segments is None:
             return None
-        return _put_chunk(snapshot, plan, segments, landing, generation, depth)
+        return _put_chunk(snapshot, plan, segments, landing, generation, depth, coder)
 
 
 def _put_chunk(
-    snapshot: Snapshot, plan: ChunkPlan, segments: Segments, landing: Landing, generation: int, depth: int
+    snapshot: Snapshot,
+    plan: ChunkPlan,
+    segments: Segments,
+    landing: Landing,
+    generation: int,
+    depth: int,
+    coder: ChunkCoder | None,
 ) -> ChunkRef:
     size = snapshot.layout.page_size
+    if coder is None:
+        plan_id = PAPER_PLAN if depth else RAW_PLAN
+        entries = build_segments(segments, [Mode.raw] * len(segments), depth=depth)
+        body: Sequence[Buffer] = [buffer for layer in segments[depth:] for buffer in layer]
+    else:
+        plan_id = coder.plan_id
+        entries, body = coder.encode(segments, plan.first_page * size)
     digest = token_digest(snapshot.token_ids[plan.first_page * size : (plan.first_page + plan.pages) * size])
     header = encode_header(
         ChunkHeader(
@@ -249,8 +285,8 @@ def _put_chunk(
             last_page_hash=plan.last_page_hash,
             token_digest=digest,
             tokens=plan.tokens,
-            plan_id=PAPER_PLAN if depth else RAW_PLAN,
-            segments=build_segments(segments, Mode.raw, depth=depth),
+            plan_id=plan_id,
+            segments=entries,
         )
     )
     ref = ChunkRef(
@@ -261,11 +297,25 @@ def _put_chunk(
         token_digest=digest,
         bytes=0,  # the tier says
         depth=depth,
+        plan_id="" if coder is None else plan_id,
     )
-    return landing.put(ref, header, [buffer for layer in segments[depth:] for buffer in layer])
+    return landing.put(ref, header, body)
 
 
-def _manifest(snapshot: Snapshot, generation: int, chunks: list[ChunkRef], paused_at: float) -> Manifest:
+def _plans(plan: LayerPlan | None, previous: Manifest | None) -> dict[str, LayerPlan]:
+    """The layer plans that chunks may be coded under, by id: the new one, and those of chunks that stay."""
+    known = {} if previous is None else previous.layer_plans
+    return known if plan is None else known | {plan.plan_id: plan}
+
+
+def _manifest(
+    snapshot: Snapshot,
+    generation: int,
+    chunks: list[ChunkRef],
+    plans: Mapping[str, LayerPlan],
+    paused_at: float,
+) -> Manifest:
+    coded = {chunk.plan_id for chunk in chunks if chunk.plan_id}
     manifest = Manifest(
         version=MANIFEST_VERSION,
         namespace=snapshot.namespace,
@@ -277,9 +327,10 @@ def _manifest(snapshot: Snapshot, generation: int, chunks: list[ChunkRef], pause
         token_ids=pack_tokens(snapshot.token_ids),
         page_hashes=b"".join(bytes.fromhex(page_hash) for page_hash in snapshot.page_hashes),
         chunks=tuple(chunks),
-        exact=snapshot.exact,
+        exact=snapshot.exact and all(plans[name].is_exact for name in coded),
         raw_bytes=0,
         stored_bytes=sum(chunk.bytes for chunk in chunks),
         paused_at=paused_at,
+        plans=plans_used(plans, chunks),
     )
     return msgspec.structs.replace(manifest, raw_bytes=manifest.stored_tokens * snapshot.layout.token_bytes)

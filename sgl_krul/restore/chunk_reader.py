@@ -16,7 +16,7 @@ from threading import Lock
 import msgspec
 
 from sgl_krul.codec.base import Mode
-from sgl_krul.codec.frame import ChunkHeader, decode_header, expect
+from sgl_krul.codec.frame import PAPER_PLAN, RAW_PLAN, ChunkHeader, decode_header, expect
 from sgl_krul.errors import Corrupt, LeaseHeld, Missing, StoreError, StoreUnavailable
 from sgl_krul.layout import KvLayout
 from sgl_krul.session.record import ChunkRef, Manifest
@@ -104,7 +104,10 @@ def read_chunk_header(
     )
     if len(header.segments) != layout.layers:
         raise Corrupt("identity", f"{len(header.segments)} segments, this model has {layout.layers} layers")
-    if header.depth > ref.depth:  # fewer are no harm: more is stored than was promised
+    # Raw where a chunk without its first layers was promised is no harm: more is stored than that.
+    if header.plan_id != ref.plan_name and {header.plan_id, ref.plan_name} != {RAW_PLAN, PAPER_PLAN}:
+        raise Corrupt("identity", f"stored under the plan {header.plan_id}, expected {ref.plan_name}")
+    if header.depth > ref.depth:
         raise Corrupt("identity", f"{header.depth} layers are not stored, expected {ref.depth}")
     lengths = {Mode.raw: ref.pages * layout.page_segment_bytes, Mode.recompute: 0}
     for segment in header.segments:

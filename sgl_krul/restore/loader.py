@@ -2,7 +2,8 @@
 
 A loader takes what `Streams.claim` gives, from the end of the session backwards. Pages that memory has pinned
 go from the arena straight to the target. Others are fetched into staging, one read for all layers of the
-claim, and all of them are verified before one of their bytes reaches a slot (invariant 1). What has been
+claim, and all of them are verified before one of their bytes reaches a slot (invariant 1). Coded ones are
+decoded there; where a layer is coded on another one, that one's bytes come with it, for both. What has been
 computed meanwhile is dropped. A chunk that one tier has lost or damaged comes from the next; one that none
 has is a hole, which the streams are told.
 """
@@ -13,12 +14,13 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from threading import Lock
+from types import MappingProxyType
 from typing import NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from sgl_krul.codec.base import Mode
+from sgl_krul.codec.coder import ChunkCoder
 from sgl_krul.errors import Corrupt
 from sgl_krul.layout import KvLayout
 from sgl_krul.restore.chunk_reader import READ_ERRORS, ChunkCopies, ChunkCopy, ChunkReader, Reach
@@ -80,6 +82,7 @@ class _Chunk:
 
 class SegmentLoader:
     """Loads `sources` (one for each chunk of `streams`, in their order) with `loaders` tasks at once.
+    `coders`: by plan id, for those that are coded.
 
     A task deals with one claim, then goes to the end of the queue of `workers`: restores side by side take
     turns. `done` ends when no task is left: nothing was or will be written after it, no staging is held and
@@ -105,23 +108,24 @@ class SegmentLoader:
         timeline: Timeline,
         clock: Callable[[], float],
         loaders: int = 2,
+        coders: Mapping[str, ChunkCoder] = MappingProxyType({}),
     ) -> None:
         self._streams = streams
         self._memory = memory
         self._target = target
         self._page_bytes = layout.page_segment_bytes
+        self._page_size = layout.page_size
         self._staging = staging
         self._clock = clock
         self._loaders = loaders
         self._tiers = [tier.name for tier in tiers]
-        modes = stored_modes() | {Mode.recompute}
-        reader = ChunkReader(tiers, layout, namespace, modes=modes, reach=Reach(), clock=clock)
+        reader = ChunkReader(tiers, layout, namespace, modes=stored_modes(), reach=Reach(), clock=clock)
         self._chunks = [_Chunk(source, reader.copies(source.ref, source.keys)) for source in sources]
         largest = max((source.ref.pages for source in sources), default=1) * self._page_bytes
-        self._check_sizes(largest)
         self._pace = Pace(largest)
         self._log = LoadLog(timeline, clock, layout.page_size)
-        self._fetch = SegmentFetch(reader, self._page_bytes, staging, self._pace, self._log)
+        self._fetch = SegmentFetch(reader, self._page_bytes, staging, self._pace, self._log, coders)
+        self._check_sizes()
         self._lock = Lock()
         self._tasks = TaskGroup(workers, on_stop=self._stopping, on_end=self._end)
 
@@ -202,13 +206,13 @@ class SegmentLoader:
             self._from_memory(chunk.source, claim, chunk.source.pinned)
         else:
             self._peek_beside(claim.chunk)
-            for part in self._parts(claim, chunk.source.ref.pages * self._page_bytes):
+            for part in self._parts(claim, self._fetch.layer_bytes(chunk.source.ref)):
                 self._from_tiers(chunk, part)
         self._tasks.spawn(self._turn)
 
-    def _parts(self, claim: Claim, segment_bytes: int) -> Iterator[Claim]:
+    def _parts(self, claim: Claim, layer_bytes: int) -> Iterator[Claim]:
         """The claim, deepest layers first, in parts that staging can hold."""
-        most = max(1, self._staging.capacity_bytes // segment_bytes)
+        most = max(1, self._staging.capacity_bytes // layer_bytes)
         end = claim.first_layer + claim.layers
         while end > claim.first_layer:
             first = max(claim.first_layer, end - most)
@@ -253,6 +257,10 @@ class SegmentLoader:
     def _from_tiers(self, chunk: _Chunk, claim: Claim) -> None:
         """From the first tier that has the chunk intact."""
         source = chunk.source
+        joined = self._streams.join(
+            claim.chunk, self._fetch.bases(source.ref, claim.first_layer, claim.layers)
+        )
+        claims = [claim, *(Claim(claim.chunk, layer, 1) for layer in joined)]
         while not self._tasks.stopped.is_set():
             began = self._clock()
             copy = chunk.copies.open()
@@ -260,7 +268,7 @@ class SegmentLoader:
                 self._lose(chunk, claim)
                 return
             try:
-                self._bring(source, copy, claim, began)
+                self._bring(source, copy, claims, began)
                 return
             except READ_ERRORS as error:
                 chunk.copies.failed(copy, error)
@@ -268,27 +276,31 @@ class SegmentLoader:
                 wasted = claim.layers * source.ref.pages * self._page_bytes if read else 0
                 self._log.failed(claim, source.pages, wasted, began)
 
-    def _bring(self, source: ChunkSource, copy: ChunkCopy, claim: Claim, began: float) -> None:
-        """Read, verify and write the segments of a claim. Nothing is written unless all are intact.
+    def _bring(self, source: ChunkSource, copy: ChunkCopy, claims: Sequence[Claim], began: float) -> None:
+        """Read, verify and write the segments of some claims. Nothing is written unless all are intact.
 
         Raises:
             Corrupt, Missing, StoreUnavailable
         """
-        entries = self._fetch.entries(copy, claim.first_layer, claim.layers)
+        layers = [claim.first_layer + n for claim in claims for n in range(claim.layers)]
         asked = self._clock()
-        with self._fetch.room(claim.layers, source.ref.pages, self._tasks.stopped) as rows:
-            if rows is None:
+        first_token = source.first_page * self._page_size
+        with self._fetch.room(copy, layers, first_token, self._tasks.stopped) as room:
+            if room is None:
                 return
             if self._clock() - asked > _WAITED_S:
                 began = self._clock()
-            verify = self._fetch.read(copy, entries, rows)
+            verify = self._fetch.read(copy, room)
             fetched = self._clock()
             verify()
-            written = self._write(claim, lambda layer: [(source.first_page, rows[layer - claim.first_layer])])
-            size = rows[0].nbytes
-            if all(written):
-                self._log.landed(rows.nbytes, self._clock() - fetched)
-        self._log.placed(claim, source.pages, size, written, began, copy.tier.name, dropped_bytes=size)
+            written = [
+                self._write(claim, lambda layer: [(source.first_page, room.rows[layer])]) for claim in claims
+            ]
+            if all(map(all, written)):
+                self._log.landed(room.fetched_bytes, self._clock() - fetched)
+            size = room.fetched_bytes // len(layers)
+        for claim, done in zip(claims, written, strict=True):
+            self._log.placed(claim, source.pages, size, done, began, copy.tier.name, dropped_bytes=size)
 
     def _write(self, claim: Claim, pieces: Callable[[int], Iterable[tuple[int, Rows]]]) -> list[bool]:
         """Write the layers that are still wanted, the deepest first; which were, in layer order."""
@@ -310,10 +322,11 @@ class SegmentLoader:
             self._log.lost(claim, chunk.source.pages, chunk.copies.error)
         self._streams.lost(claim.chunk)
 
-    def _check_sizes(self, largest: int) -> None:
+    def _check_sizes(self) -> None:
+        largest = max((self._fetch.layer_bytes(chunk.source.ref) for chunk in self._chunks), default=0)
         if largest > self._staging.capacity_bytes:
             raise ValueError(
-                f"staging of {self._staging.capacity_bytes} bytes: a segment has {largest}; give more"
+                f"staging of {self._staging.capacity_bytes} bytes: a segment takes {largest}; give more"
             )
         for chunk in self._chunks:
             pinned = chunk.source.pinned

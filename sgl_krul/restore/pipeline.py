@@ -78,8 +78,8 @@ class Pin(Protocol):
 @dataclass
 class RestoreReport(Ending):
     """What a restore did. `cut` says why it ended early ("" when the whole session came), `miss` the same in
-    one word: missing, corrupt, unavailable, deadline, no_room, stale, partial, cancelled, recompute. `origin`
-    is the slowest tier that bytes came from.
+    one word: missing, corrupt, unavailable, deadline, no_room, stale, partial, coded, cancelled, recompute.
+    `origin` is the slowest tier that bytes came from.
     """
 
     manifest: Manifest | None = None
@@ -110,6 +110,10 @@ class _NoRoom(Exception):
 
 class _Partial(Exception):
     """Of some layers of the chunk nothing is stored (paper mode): only the device can make them."""
+
+
+class _Coded(Exception):
+    """The chunk is stored under a layer plan. Memory keeps what is exact."""
 
 
 @dataclass
@@ -190,6 +194,8 @@ class Restorer:
             report.end("no_room", "memory tier full")
         except _Partial:
             report.end("partial", "stored in paper mode: its first layers are recomputed on the device only")
+        except _Coded:
+            report.end("coded", "stored under a layer plan: it is decoded on its way to the device only")
         else:
             report.corrupt_chunks += fetched.damaged
             if report.cut:
@@ -210,6 +216,8 @@ class Restorer:
         pinned = self._memory.pin(chunk.keys)
         if pinned is not None:
             return _Fetched(pinned)
+        if chunk.ref.plan_id:
+            raise _Coded
         while (copy := copies.open()) is not None:
             try:
                 pinned, bytes_read = self._fetch_from(copy, chunk)

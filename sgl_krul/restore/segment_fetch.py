@@ -4,47 +4,101 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from threading import Event, Lock
 
 import numpy as np
 from numpy.typing import NDArray
 
-from sgl_krul.codec.base import Mode, SegmentCodec
-from sgl_krul.codec.frame import SegmentEntry, verify_segment
+from sgl_krul.codec.base import Mode
+from sgl_krul.codec.coder import ChunkCoder
+from sgl_krul.codec.frame import verify_segment
 from sgl_krul.codec.raw import RawCodec
 from sgl_krul.errors import Corrupt, StoreError
 from sgl_krul.restore.chunk_reader import READ_ERRORS, ChunkCopy, ChunkReader
+from sgl_krul.restore.coded_bytes import staged_bytes
 from sgl_krul.restore.load_log import LoadLog
 from sgl_krul.restore.pace import Pace
 from sgl_krul.restore.staging import Staging
+from sgl_krul.session.record import ChunkRef
 
-__all__ = ["SegmentFetch", "stored_modes"]
+__all__ = ["Room", "SegmentFetch", "stored_modes"]
+
+_CODED_ROOM = (
+    3  # a coded layer takes its pages, its bytes and those of its owner: never more than so often its pages
+)
 
 
 def stored_modes() -> frozenset[Mode]:
-    """The modes of segments that have bytes and that can be read."""
-    return frozenset({Mode.raw})
+    """The modes of segments that a chunk may have."""
+    return frozenset({Mode.raw, Mode.recompute, Mode.quantized, Mode.shared})
+
+
+@dataclass(frozen=True)
+class Room:
+    """Staging for some layers of a chunk. `rows`: by layer, uint8 [pages, page_bytes], the pages as they will
+    be. `landing`: by layer, the bytes of the stored segments that it takes, those of layers that others are
+    coded on included; of a raw layer the rows themselves. `first_token`: of the chunk, in its session.
+    """
+
+    first_token: int
+    rows: Mapping[int, NDArray[np.uint8]]
+    landing: Mapping[int, memoryview]
+
+    @property
+    def fetched_bytes(self) -> int:
+        """What is read from the tier."""
+        return sum(view.nbytes for view in self.landing.values())
 
 
 class SegmentFetch:
-    """Reads for one restore. Thread safe. `page_bytes`: of one layer of a page."""
+    """Reads for one restore. Thread safe. `page_bytes`: of one layer of a page. `coders`: by plan id."""
 
     def __init__(
-        self, reader: ChunkReader, page_bytes: int, staging: Staging, pace: Pace, log: LoadLog
+        self,
+        reader: ChunkReader,
+        page_bytes: int,
+        staging: Staging,
+        pace: Pace,
+        log: LoadLog,
+        coders: Mapping[str, ChunkCoder],
     ) -> None:
         self._reader = reader
         self._page_bytes = page_bytes
         self._staging = staging
         self._pace = pace
         self._log = log
-        self._codecs: Mapping[Mode, SegmentCodec] = {Mode.raw: RawCodec(page_bytes)}
+        self._raw = RawCodec(page_bytes)
+        self._coders = coders
         self._lock = Lock()
         self._staged_bytes = 0
 
+    def layer_bytes(self, ref: ChunkRef) -> int:
+        """Staging that one layer of the chunk may take."""
+        return staged_bytes(ref, self._page_bytes)
+
+    def bases(self, ref: ChunkRef, first_layer: int, layers: int) -> list[int]:
+        """Other layers whose segments it takes to decode these: they are fetched with them."""
+        coder = self._coders.get(ref.plan_id)
+        if coder is None:
+            return []
+        wanted = range(first_layer, first_layer + layers)
+        return sorted({base for layer in wanted for base in coder.needs(layer)} - set(wanted))
+
     @contextmanager
-    def room(self, layers: int, pages: int, cancelled: Event) -> Iterator[NDArray[np.uint8] | None]:
-        """Staging uint8 [layers, pages, page_bytes], given back at the end; None: cancelled meanwhile."""
-        size = layers * pages * self._page_bytes
+    def room(
+        self, copy: ChunkCopy, layers: Sequence[int], first_token: int, cancelled: Event
+    ) -> Iterator[Room | None]:
+        """Staging for these layers, given back at the end; None: cancelled meanwhile.
+
+        Raises:
+            Corrupt: the copy does not have them, or not as its plan says.
+        """
+        needed = self._needed(copy, layers, first_token)
+        pages = copy.ref.pages
+        row_bytes = pages * self._page_bytes
+        coded = [layer for layer in needed if self._is_coded(copy, layer) or layer not in layers]
+        size = len(layers) * row_bytes + sum(copy.header.segments[layer].length for layer in coded)
         buffer = self._staging.take(size, cancelled)
         if buffer is None:
             yield None
@@ -52,46 +106,45 @@ class SegmentFetch:
         with self._lock:
             self._staged_bytes += size
         try:
-            yield buffer.data.reshape(layers, pages, self._page_bytes)
+            whole = buffer.data
+            rows = whole[: len(layers) * row_bytes].reshape(len(layers), pages, self._page_bytes)
+            by_layer = dict(zip(layers, rows, strict=True))
+            landing: dict[int, memoryview] = {}
+            end = len(layers) * row_bytes
+            for layer in needed:
+                if layer in coded:
+                    start, end = end, end + copy.header.segments[layer].length
+                    landing[layer] = whole[start:end].data
+                else:
+                    landing[layer] = by_layer[layer].reshape(-1).data
+            yield Room(first_token, by_layer, landing)
         finally:
             buffer.give()
             with self._lock:
                 self._staged_bytes -= size
 
-    def entries(self, copy: ChunkCopy, first_layer: int, layers: int) -> Sequence[SegmentEntry]:
-        """The segments of some layers.
-
-        Raises:
-            Corrupt: "identity": the copy does not have them.
-        """
-        entries = copy.header.segments[first_layer : first_layer + layers]
-        for layer, entry in enumerate(entries, first_layer):
-            if entry.mode not in self._codecs:
-                raise Corrupt("identity", f"layer {layer} is wanted, and in mode {entry.mode.value} here")
-        return entries
-
-    def read(
-        self, copy: ChunkCopy, entries: Sequence[SegmentEntry], rows: NDArray[np.uint8]
-    ) -> Callable[[], None]:
-        """Fetch neighbouring segments in one read. What is returned verifies and decodes them into `rows`
-        (one for each, as from `room`); before that they hold anything.
+    def read(self, copy: ChunkCopy, room: Room) -> Callable[[], None]:
+        """Fetch the segments of a room, neighbours in one read. What is returned verifies and decodes them
+        into its rows; before that they hold anything.
 
         Raises:
             Corrupt, Missing, StoreUnavailable: also what is returned raises Corrupt.
         """
-        pages = [layer.reshape(-1).data for layer in rows]
-        landed = [
-            self._codecs[entry.mode].landing([page], entry.length)
-            for entry, page in zip(entries, pages, strict=True)
-        ]
-        size = sum(entry.length for entry in entries)
-        self._read_into(copy, entries[0].offset, size, [view for views in landed for view in views])
+        for run in _runs(sorted(room.landing)):
+            views = [room.landing[layer] for layer in run]
+            for layer, view in zip(run, views, strict=True):
+                if not self._is_coded(copy, layer):
+                    self._raw.landing([view], copy.header.segments[layer].length)
+            self._read_into(copy, copy.header.segments[run[0]].offset, views)
 
         def finish() -> None:
-            for entry, views in zip(entries, landed, strict=True):
-                verify_segment(entry, views)
-            for entry, views, page in zip(entries, landed, pages, strict=True):
-                self._codecs[entry.mode].decode(views, [page])
+            for layer, view in room.landing.items():
+                verify_segment(copy.header.segments[layer], [view])
+            coder = self._coders.get(copy.ref.plan_id)
+            layers = [layer for layer in room.rows if self._is_coded(copy, layer)]
+            if coder is not None and layers:
+                out = {layer: [room.rows[layer].reshape(-1).data] for layer in layers}
+                coder.decode_group(layers, copy.header, room.landing, room.first_token, out)
 
         return finish
 
@@ -100,7 +153,24 @@ class SegmentFetch:
         with self._lock:
             return [f"loader: {self._staged_bytes} bytes of staging are held"] if self._staged_bytes else []
 
-    def _read_into(self, copy: ChunkCopy, offset: int, size: int, into: Sequence[memoryview]) -> None:
+    def _is_coded(self, copy: ChunkCopy, layer: int) -> bool:
+        return copy.header.segments[layer].mode is not Mode.raw
+
+    def _needed(self, copy: ChunkCopy, layers: Sequence[int], first_token: int) -> list[int]:
+        """These layers, and those that they are coded on."""
+        coder = self._coders.get(copy.ref.plan_id)
+        if coder is not None:
+            coder.check_header(copy.header, first_token)
+        for layer in layers:
+            mode = copy.header.segments[layer].mode
+            if mode is Mode.recompute or (coder is None and mode is not Mode.raw):
+                raise Corrupt("identity", f"layer {layer} is wanted, and in mode {mode.value} here")
+        if coder is None:
+            return sorted(layers)
+        return sorted({needed for layer in layers for needed in coder.needs(layer, copy.header)})
+
+    def _read_into(self, copy: ChunkCopy, offset: int, into: Sequence[memoryview]) -> None:
+        size = sum(view.nbytes for view in into)
         began = self._reader.clock()
         problem: StoreError | None = None
         try:
@@ -113,3 +183,14 @@ class SegmentFetch:
             self._reader.outcome(copy.tier, problem, began)
         self._pace.answered(copy.header_s)
         self._pace.fetched(size, timed.seconds)
+
+
+def _runs(layers: Sequence[int]) -> list[list[int]]:
+    """Ascending layers, neighbours together."""
+    runs: list[list[int]] = []
+    for layer in layers:
+        if runs and runs[-1][-1] == layer - 1:
+            runs[-1].append(layer)
+        else:
+            runs.append([layer])
+    return runs

@@ -145,6 +145,19 @@ class Streams:
                     return Claim(chunk, first, run.stop - first)
             return None
 
+    def join(self, chunk: int, layers: Sequence[int]) -> list[int]:
+        """Of these layers, those that a loader may bring beside its claim: they are claimed from now on.
+
+        Others have them, or will. For layers whose bytes are needed anyway, to decode claimed ones.
+        """
+        with self._lock:
+            free = [n for n in layers if self._state[chunk, n] == FREE and not self._reserved[chunk, n]]
+            if self._stopped or not free:
+                return []
+            self._state[chunk, free] = COMING
+            self._claimed_at[chunk, free] = self._clock()
+            return free
+
     def may_write(self, chunk: int, layer: int) -> bool:
         """Asked right before a claimed cell is written. True: `loaded` must follow. False: drop the bytes."""
         with self._lock:

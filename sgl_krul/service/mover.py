@@ -15,7 +15,7 @@ import msgspec
 from sgl_krul.codec.frame import ChunkHeader, decode_header, expect, verify_segment
 from sgl_krul.errors import Corrupt, KrulError, Missing, StoreError
 from sgl_krul.session.landing import Landing
-from sgl_krul.session.record import ChunkRef, Manifest, chunk_key
+from sgl_krul.session.record import ChunkRef, Manifest, chunk_key, plans_used
 from sgl_krul.store.tier import Tier
 
 __all__ = [
@@ -102,8 +102,8 @@ def _place(manifest: Manifest, previous: Manifest | None) -> tuple[int, list[str
     return generation, [new if clash else key for new, key, clash in zip(fresh, keys, taken, strict=True)]
 
 
-def _identity(ref: ChunkRef) -> tuple[str, str, int, int, int]:
-    return ref.last_page_hash, ref.token_digest, ref.pages, ref.tokens, ref.depth
+def _identity(ref: ChunkRef) -> tuple[str, str, int, int, str, int]:
+    return ref.last_page_hash, ref.token_digest, ref.pages, ref.tokens, ref.plan_name, ref.depth
 
 
 def _copy_chunk(
@@ -141,6 +141,8 @@ def check_chunk(data: bytes, namespace: str, ref: ChunkRef) -> ChunkHeader:
     )
     if header.depth != ref.depth:
         raise Corrupt("identity", f"{header.depth} layers are not stored, expected {ref.depth}")
+    if header.plan_id != ref.plan_name:
+        raise Corrupt("identity", f"stored under the plan {header.plan_id}, expected {ref.plan_name}")
     length = sum(segment.length for segment in header.segments)
     if length > ref.bytes:  # before anyone makes room for it
         raise Corrupt("length", f"body of {length} bytes, the manifest has {ref.bytes} for the chunk")
@@ -184,6 +186,7 @@ def leading(manifest: Manifest, chunks: Sequence[ChunkRef]) -> Manifest:
     return msgspec.structs.replace(
         manifest,
         chunks=tuple(chunks),
+        plans=plans_used(manifest.layer_plans, chunks),
         raw_bytes=token_bytes * sum(ref.tokens for ref in chunks),
         stored_bytes=sum(ref.bytes for ref in chunks),
     )

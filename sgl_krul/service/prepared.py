@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from array import array
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
 
+from sgl_krul.codec.coder import ChunkCoder
 from sgl_krul.layout import KvLayout
 from sgl_krul.restore.chunk_reader import keys_of, names_in
+from sgl_krul.restore.coded_bytes import charged_bytes, staged_bytes
 from sgl_krul.restore.loader import ChunkSource
 from sgl_krul.restore.pipeline import RestoreReport, own_chunks
 from sgl_krul.restore.planner import RestoreTask, StoredChunk
@@ -30,7 +32,8 @@ _NOWHERE = Found(("", ""))
 class Prepared:
     """A session ready to be restored. `token_ids` are all its tokens; `chunks` cover the leading ones.
 
-    `report` says what was wrong when there are no chunks; it goes on as the report of the restore.
+    `report` says what was wrong when there are no chunks; it goes on as the report of the restore. `coders`:
+    by plan id, for the chunks that are coded.
     """
 
     key: SessionKey
@@ -41,6 +44,7 @@ class Prepared:
     chunks: Sequence[ChunkSource] = ()
     tiers: Sequence[Tier] = ()
     found: Found = _NOWHERE
+    coders: Mapping[str, ChunkCoder] = field(default_factory=dict)
 
     @classmethod
     def of(
@@ -65,7 +69,8 @@ class Prepared:
         if len(chunks) < len(manifest.chunks):
             report.end_of_own_chunks()
         tiers = [*found.tiers, *store.others(found.tiers)]
-        return cls(key, report, layout, namespace, manifest.token_array, chunks, tiers, found)
+        coders = {name: ChunkCoder(layout, plan) for name, plan in manifest.layer_plans.items()}
+        return cls(key, report, layout, namespace, manifest.token_array, chunks, tiers, found, coders)
 
     @classmethod
     def in_memory_only(
@@ -101,9 +106,9 @@ class Prepared:
 
     @property
     def largest_segment_bytes(self) -> int:
-        """Of one layer of one chunk."""
-        pages = max((source.ref.pages for source in self.chunks), default=0)
-        return pages * self.layout.page_segment_bytes
+        """Staging that one layer of one chunk takes."""
+        sizes = [staged_bytes(source.ref, self.layout.page_segment_bytes) for source in self.chunks]
+        return max(sizes, default=0)
 
     @property
     def all_in_memory(self) -> bool:
@@ -139,13 +144,15 @@ class Prepared:
 
     def segment_bytes(self) -> NDArray[np.int64]:
         """Bytes [chunks, layers] that can be had; 0 where a layer lies nowhere (paper mode)."""
-        layers = np.arange(self.layout.layers)
-        depths = [0 if source.pinned is not None else source.ref.depth for source in self.chunks]
-        sizes = [
-            np.where(layers >= depth, source.ref.pages * self.layout.page_segment_bytes, 0)
-            for source, depth in zip(self.chunks, depths, strict=True)
-        ]
-        return np.array(sizes, np.int64).reshape(len(self.chunks), self.layout.layers)
+        sizes = np.zeros((len(self.chunks), self.layout.layers), np.int64)
+        for row, source in zip(sizes, self.chunks, strict=True):
+            if source.pinned is None and source.ref.plan_id:
+                first_token = source.first_page * self.layout.page_size
+                row[:] = charged_bytes(self.coders[source.ref.plan_id], source.ref, first_token)
+            else:
+                depth = 0 if source.pinned is not None else source.ref.depth
+                row[depth:] = source.ref.pages * self.layout.page_segment_bytes
+        return sizes
 
     def task(self, on_device_tokens: int, new_tokens: int) -> RestoreTask:
         """The planner's view of it."""

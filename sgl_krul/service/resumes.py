@@ -246,6 +246,7 @@ class Resumes:
             timeline=restore.timeline,
             clock=restore.clock,
             loaders=loaders,
+            coders=prepared.coders,
         )
 
     def _landed(self, resume: _Resume, restore: DeviceRestore, cut: str) -> Body:

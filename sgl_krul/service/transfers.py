@@ -282,6 +282,9 @@ class Transfers:
         elif found.manifest.hashes != self._hash_pages(key, found.manifest.token_array):
             report.corrupt_chunks = 1
             report.end("corrupt", "corrupt manifest (identity: its page hashes are not those of its tokens)")
+        elif any(len(plan.choices) != self._layout.layers for plan in found.manifest.layer_plans.values()):
+            report.corrupt_chunks = 1
+            report.end("corrupt", "corrupt manifest (identity: a layer plan of another number of layers)")
         else:
             report.manifest = found.manifest
         return report

@@ -6,7 +6,7 @@ import hashlib
 import re
 import unicodedata
 from array import array
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -14,6 +14,7 @@ import msgpack
 import msgspec
 
 from sgl_krul.errors import Corrupt, InvalidSessionId
+from sgl_krul.strategy.layer_plan import LayerPlan
 
 __all__ = [
     "FORMAT_VERSION",
@@ -29,6 +30,7 @@ __all__ = [
     "pack_tokens",
     "page_key",
     "parse_key",
+    "plans_used",
     "session_prefix",
     "validate_session_id",
 ]
@@ -142,7 +144,8 @@ def common_tokens(a: array[int], b: array[int]) -> int:
 
 class ChunkRef(msgspec.Struct, frozen=True, array_like=True):
     """A chunk as the manifest names it. `bytes` is what it takes in the store, header included; of its first
-    `depth` layers nothing is stored (paper mode).
+    `depth` layers nothing is stored (paper mode). `plan_id` names the layer plan it is coded under; "": its
+    layers are stored raw.
     """
 
     key: str
@@ -152,6 +155,12 @@ class ChunkRef(msgspec.Struct, frozen=True, array_like=True):
     token_digest: str
     bytes: int
     depth: int = 0
+    plan_id: str = ""
+
+    @property
+    def plan_name(self) -> str:
+        """What the header of the chunk calls its plan."""
+        return self.plan_id or ("paper" if self.depth else "raw")
 
 
 class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -175,6 +184,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     raw_bytes: int
     stored_bytes: int
     paused_at: float
+    plans: tuple[bytes, ...] = ()
 
     @property
     def tokens(self) -> int:
@@ -195,14 +205,26 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
     @property
     def layer_plan(self) -> str:
-        """ "paper" where first layers of chunks are not stored, else "raw"."""
-        return "paper" if any(chunk.depth for chunk in self.chunks) else "raw"
+        """The plan of the chunks; of several the last that is not "raw"."""
+        return next((chunk.plan_name for chunk in reversed(self.chunks) if chunk.plan_name != "raw"), "raw")
+
+    @property
+    def layer_plans(self) -> dict[str, LayerPlan]:
+        """The layer plans of the coded chunks, by id."""
+        plans = map(LayerPlan.decode, self.plans)
+        return {plan.plan_id: plan for plan in plans}
 
     @property
     def hashes(self) -> tuple[str, ...]:
         """SGLang's chained page hashes (hex) of all full pages."""
         raw = self.page_hashes
         return tuple(raw[i : i + 32].hex() for i in range(0, len(raw), 32))
+
+
+def plans_used(plans: Mapping[str, LayerPlan], chunks: Sequence[ChunkRef]) -> tuple[bytes, ...]:
+    """Of layer plans by their id, those that these chunks are coded under, as a manifest has them."""
+    names = dict.fromkeys(chunk.plan_id for chunk in chunks if chunk.plan_id)
+    return tuple(plans[name].encode() for name in names)
 
 
 def pack_tokens(token_ids: Any) -> bytes:
@@ -238,7 +260,12 @@ def decode_manifest(data: bytes, *, namespace: str, digest: str) -> Manifest:
         raise Corrupt("length", f"manifest is malformed: {error}") from error
     if manifest.namespace != namespace or manifest.digest != digest:
         raise Corrupt("identity", f"manifest belongs to {manifest.namespace}/{manifest.digest}")
-    problem = _wrong_numbers(manifest) or _wrong_chunks(manifest) or _wrong_id(manifest.session_id)
+    problem = (
+        _wrong_numbers(manifest)
+        or _wrong_chunks(manifest)
+        or _wrong_plans(manifest)
+        or _wrong_id(manifest.session_id)
+    )
     if problem is not None:
         raise Corrupt("length", f"manifest of session {digest[:12]} has {problem}")
     if not manifest.salted and SessionKey(manifest.session_id).digest != digest:
@@ -298,6 +325,22 @@ def _wrong_chunks(manifest: Manifest) -> str | None:
         return "a chunk under a key that is not one of the session's"
     if not _hashes_agree(manifest):
         return "a chunk whose last page hash is not that of its last page"
+    return None
+
+
+def _wrong_plans(manifest: Manifest) -> str | None:
+    """What is wrong with the layer plans, or with what the chunks say of theirs."""
+    try:
+        plans = manifest.layer_plans
+    except Corrupt as error:
+        return f"a layer plan that can't be read: {error}"
+    used = {chunk.plan_id for chunk in manifest.chunks} - {""}
+    if len(plans) != len(manifest.plans) or used != set(plans):
+        return f"{len(manifest.plans)} layer plans, its chunks name {len(used)}"
+    if any(chunk.plan_id and chunk.depth for chunk in manifest.chunks):
+        return "a coded chunk of which layers are left out"
+    if manifest.exact and not all(plan.is_exact for plan in plans.values()):
+        return "coded chunks, and says that it is exact"
     return None
 
 

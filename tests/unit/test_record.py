@@ -210,7 +210,9 @@ def test_fields_of_other_types_names_or_numbers_are_corrupt() -> None:
             if type(other) is type(value) and other != -1:
                 continue
             assert reason(msgpack.packb({**fields, name: other})) in ("length", "version", "identity"), name
-        assert reason(msgpack.packb({k: v for k, v in fields.items() if k != name})) in ("length", "version")
+        if name != "plans":  # which manifests had not at first
+            without = {k: v for k, v in fields.items() if k != name}
+            assert reason(msgpack.packb(without)) in ("length", "version")
     assert reason(msgpack.packb({**fields, "more": 1})) == "length"
 
 
