@@ -68,7 +68,11 @@ class PageSource(Protocol):
 
 @dataclass(frozen=True)
 class Snapshot:
-    """What is to be paused, frozen at the moment of asking. `page_hashes` covers all full pages."""
+    """What is to be paused, frozen at the moment of asking. `page_hashes` covers all full pages.
+
+    `exact`: the KV is what the model made. False for a session that lives in its private namespace; memory
+    has its pages under `private_hashes` then, and what is stored of it is never taken for exact.
+    """
 
     namespace: str
     digest: str
@@ -78,6 +82,12 @@ class Snapshot:
     token_ids: Sequence[int]
     page_hashes: tuple[str, ...]
     exact: bool = True
+    private_hashes: tuple[str, ...] | None = None
+
+    @property
+    def names_in_memory(self) -> tuple[str, ...]:
+        """What the pages are called in memory and on the device."""
+        return self.page_hashes if self.private_hashes is None else self.private_hashes
 
 
 @dataclass(frozen=True)
@@ -106,9 +116,10 @@ def plan_chunks(snapshot: Snapshot, previous: Manifest | None, chunk_pages: int)
     """Cut the session's full pages into chunks and find which of them an earlier pause wrote already. Pure.
 
     A chunk is reused when its last page hash is the same: the hash is chained, so it commits to every token
-    before it (and to the salt).
+    before it (and to the salt). Exact KV is written anew where an earlier pause was lossy.
     """
-    kept = {} if previous is None else {(c.last_page_hash, c.pages): c for c in previous.chunks}
+    usable = previous is not None and (previous.exact or not snapshot.exact)
+    kept = {(c.last_page_hash, c.pages): c for c in previous.chunks} if previous and usable else {}
     plans = []
     total = len(snapshot.page_hashes)
     for index, first in enumerate(range(0, total, chunk_pages)):
@@ -254,7 +265,7 @@ def _put_chunk(
         )
     )
     ref = ChunkRef(
-        key=chunk_key(snapshot.namespace, snapshot.digest, generation, plan.index),
+        key=chunk_key(snapshot.namespace, snapshot.digest, generation, plan.index, exact=snapshot.exact),
         pages=plan.pages,
         tokens=plan.tokens,
         last_page_hash=plan.last_page_hash,

@@ -6,6 +6,7 @@ from array import array
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import takewhile
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,6 +25,10 @@ from sgl_krul.store.tiered import TieredStore
 __all__ = ["Prepared"]
 
 _NOWHERE = Found(("", ""))
+
+
+def _in_memory(source: ChunkSource) -> bool:
+    return source.pinned is not None
 
 
 @dataclass
@@ -64,7 +69,7 @@ class Prepared:
         ]
         if len(chunks) < len(manifest.chunks):
             report.end_of_own_chunks()
-        tiers = [*found.tiers, *store.others(found.tiers)]
+        tiers = found.sources(store)
         return cls(key, report, layout, namespace, manifest.token_array, chunks, tiers, found)
 
     @classmethod
@@ -108,7 +113,12 @@ class Prepared:
     @property
     def all_in_memory(self) -> bool:
         """Whether memory has every page."""
-        return all(source.pinned is not None for source in self.chunks)
+        return all(map(_in_memory, self.chunks))
+
+    @property
+    def leading_in_memory(self) -> int:
+        """Leading tokens of which memory has every page."""
+        return sum(source.ref.tokens for source in takewhile(_in_memory, self.chunks))
 
     @property
     def tokens_by_tier(self) -> dict[str, int]:
