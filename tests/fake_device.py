@@ -15,7 +15,7 @@ import numpy as np
 from sgl_krul.restore.cost import ComputeSample, LoadSample
 from sgl_krul.restore.rate_book import RateBook
 from sgl_krul.service.prepared import Prepared
-from tests.sessions import LAYOUT, PAGE, page_hashes, true_kv
+from tests.sessions import LAYOUT, PAGE, hash_pages, true_kv
 
 
 def teach(book: RateBook, *, bytes_per_s: float, s_per_token: float) -> None:
@@ -52,7 +52,7 @@ class FakeDevice:
 
     def hashes(self, prepared: Prepared) -> tuple[str, ...]:
         """Names of all pages that can be restored."""
-        return page_hashes(prepared.token_ids[: prepared.tokens], prepared.key.cache_salt or "")
+        return hash_pages(prepared.key, prepared.token_ids[: prepared.tokens])
 
     def on_device(self, prepared: Prepared) -> int:
         """See Device."""

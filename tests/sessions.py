@@ -100,7 +100,7 @@ class Chat:
     @property
     def hashes(self) -> tuple[str, ...]:
         """Page hashes of all full pages."""
-        return page_hashes(self.token_ids, self.key.cache_salt or "")
+        return hash_pages(self.key, self.token_ids)
 
     @property
     def page_keys(self) -> list[str]:
@@ -227,7 +227,7 @@ class FaultyTier:
 
 def hash_pages(key: SessionKey, token_ids: Sequence[int]) -> tuple[str, ...]:
     """What the engine gives a service: the names of all full pages."""
-    return page_hashes(token_ids, key.cache_salt or "")
+    return page_hashes(token_ids, (key.cache_salt or "") + (key.extra_key or ""))
 
 
 def policy(replicate: Replicate = "ssd", **values: float) -> Policy:

@@ -84,7 +84,14 @@ class SessionInfo(BaseModel):
         default_factory=list,
         description='Where a paused session rests: "memory", "ssd", "redis", fastest first.',
     )
-    exact: bool
+    exact: bool = Field(
+        description="False for a session that came back lossy, until it is deleted, and for one that would."
+    )
+    lossy_since: int | None = Field(
+        default=None,
+        description="The pause (its generation) that it came back lossy from. Since then no other session "
+        "matches its KV. Null: all it runs on is exact.",
+    )
     corrupt_chunks: int = Field(description="Stored chunks found damaged since the server started.")
     last_used: float = Field(description="Unix seconds.")
 

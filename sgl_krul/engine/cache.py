@@ -15,6 +15,7 @@ from sglang.srt.mem_cache.unified_cache.components import BASE_COMPONENT_TYPE
 from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 from sglang.srt.mem_cache.utils import get_storage_hash_str
 
+from sgl_krul.session.private import caller_key
 from sgl_krul.session.record import SessionKey
 
 __all__ = ["DevicePath", "KrulCache"]
@@ -33,7 +34,8 @@ class DevicePath:
 class KrulCache(UnifiedRadixCache):
     """A UnifiedRadixCache that reports finished requests of sessions and gives the control step its turn."""
 
-    on_finished: Callable[[SessionKey, array[int], str | None, bool], None] | None = None
+    # The caller's key, the tokens, the last page's hash, whether it was aborted, its private namespace.
+    on_finished: Callable[[SessionKey, array[int], str | None, bool, int | None], None] | None = None
     on_first_token: Callable[[SessionKey], None] | None = None
     on_step: Callable[[], None] | None = None
     on_reset: Callable[[], None] | None = None
@@ -45,15 +47,15 @@ class KrulCache(UnifiedRadixCache):
         super().checkpoint_into_tree(req, up_to=up_to, **kwargs)
         if self.on_finished is None or req.session_id is None:
             return
+        key, private = caller_key(SessionKey(req.session_id, req.cache_salt or None, req.extra_key or None))
         if self.on_first_token is not None and len(req.output_ids) == 1:
-            self.on_first_token(SessionKey(req.session_id, req.cache_salt or None, req.extra_key or None))
+            self.on_first_token(key)
         if not req.finished():
             return
         aborted = isinstance(req.finished_reason, FINISH_ABORT)
         if not (aborted and req.finished_reason.status_code):  # rejected: SGLang ran a stand-in of one token
-            key = SessionKey(req.session_id, req.cache_salt or None, req.extra_key or None)
             token_ids = array("q", req.full_untruncated_fill_ids[:up_to])
-            self.on_finished(key, token_ids, self.get_last_hash_value(req.last_node), aborted)
+            self.on_finished(key, token_ids, self.get_last_hash_value(req.last_node), aborted, private)
 
     def check_hicache_events(self) -> None:
         """Called by the scheduler in every round."""

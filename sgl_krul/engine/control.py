@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -177,8 +178,9 @@ class SessionControl:
         if session.state in (State.PAUSED, State.STALE):
             freed = 0
             if session.token_ids:  # a resume may have put them on the device, and nothing has run since
-                hashes = self._cache.page_hashes(key, session.token_ids)
-                freed = self._free_device(session, key, hashes)
+                in_cache = session.key_in_cache(key)
+                names = self._cache.page_hashes(in_cache, session.token_ids)
+                freed = self._free_device(session, in_cache, names)
             told = {"already_paused": True, "device_tokens_freed": freed}
             reply(self.service.describe(session) | told)
             return
@@ -187,12 +189,14 @@ class SessionControl:
                 f"session {key.session_id!r} can't be paused: the weights were updated without flushing "
                 f"the cache, so its KV is of the old ones. POST /flush_cache first."
             )
+        in_cache = session.key_in_cache(key)
         hashes = self._cache.page_hashes(key, session.token_ids)
-        path = self._cache.lock_path(key, session.token_ids)
+        names = hashes if in_cache == key else self._cache.page_hashes(in_cache, session.token_ids)
+        path = self._cache.lock_path(in_cache, session.token_ids)
         source = DevicePageSource(
             self._linker.pages,
             self._linker.memory,
-            [page_key(self._linker.namespace, page_hash) for page_hash in hashes],
+            [page_key(self._linker.namespace, name) for name in names],
             device_pages(path.indices, self._cache.page_size),
         )
         epoch = self._cache.epoch
@@ -202,11 +206,17 @@ class SessionControl:
             if self._cache.epoch != epoch:  # flushed meanwhile: the lock and the pages are gone
                 return 0
             self._cache.unlock_path(path)
-            return self._free_device(session, key, hashes) if success else 0
+            return self._free_device(session, in_cache, names) if success else 0
 
         try:
             self.service.pause(
-                session, hashes, source, before=self._linker.write_through.barrier, settle=settle, reply=reply
+                session,
+                hashes,
+                source,
+                before=self._linker.write_through.barrier,
+                settle=settle,
+                reply=reply,
+                private_hashes=None if in_cache == key else names,
             )
         except KrulError:
             self._cache.unlock_path(path)
@@ -235,7 +245,8 @@ class SessionControl:
         if session is None and not shared:
             reply({"session_id": key.session_id, "state": "unknown"})
         elif session is not None and session.state is not State.PAUSED:
-            reply({"session_id": key.session_id, "state": session.state.value})
+            told = {"state": session.state.value, "lossy_since": session.private}
+            reply({"session_id": key.session_id} | told)
         else:
             self.service.resume(key, hold=True, reply=reply, wish=Wish(prompt=prompt_of(argument)))
 
@@ -256,7 +267,11 @@ class SessionControl:
         )
 
     def _forget(self, session: Session, key: SessionKey, _argument: str, reply: Reply) -> None:
-        own = [(ids, self._cache.page_hashes(key, ids)) for ids in (session.token_ids, *session.branches)]
+        in_cache = session.key_in_cache(key)
+        all_tokens = [session.token_ids, *session.branches]
+        own = [(ids, self._cache.page_hashes(key, ids)) for ids in all_tokens]
+        alone = [] if in_cache == key else [self._cache.page_hashes(in_cache, ids) for ids in all_tokens]
+        names = alone[0] if alone else own[0][1]
         others = [
             other.token_ids
             for other in self.service.registry
@@ -269,9 +284,11 @@ class SessionControl:
                 shared = max((common_tokens(token_ids, ids) for ids in others), default=0)
                 for page_hash in page_hashes[shared // self._cache.page_size :]:
                     self._linker.memory.delete(page_key(self._linker.namespace, page_hash))
+            for page_hash in chain.from_iterable(alone):  # nobody else has these
+                self._linker.memory.delete(page_key(self._linker.namespace, page_hash))
 
         self.service.forget(
-            session, settle=lambda: self._free_device(session, key, own[0][1]), drop=drop, reply=reply
+            session, settle=lambda: self._free_device(session, in_cache, names), drop=drop, reply=reply
         )
 
     def _show(self, session: Session, _key: SessionKey, _argument: str, reply: Reply) -> None:
@@ -306,7 +323,10 @@ class SessionControl:
         return [problem for check in checks for problem in check()]
 
     def _free_device(self, session: Session, key: SessionKey, hashes: tuple[str, ...]) -> int:
-        """Free the session's own device pages: older branches first, so their trunk is a leaf afterwards."""
+        """Free the session's own device pages: older branches first, so their trunk is a leaf afterwards.
+
+        `key` is the one they have there, `hashes` their names under it.
+        """
         self._cache.drain_offloads()
         (unshared,) = self.service.ranks.agree_min([-self._shared_pages(session, hashes)])
         keep = -unshared * self._cache.page_size

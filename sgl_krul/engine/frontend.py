@@ -12,6 +12,7 @@ import logging
 import time
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Callable
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,14 @@ from sgl_krul.config import Config
 from sgl_krul.engine.channel import Answer, AnswerError, Channel
 from sgl_krul.engine.gate import SessionGate
 from sgl_krul.engine.messages import KrulControlReqInput, KrulControlReqOutput, hold_argument, resume_argument
-from sgl_krul.engine.request import annotate, session_key, was_aborted, why_not_pausable
+from sgl_krul.engine.request import (
+    annotate,
+    private_request,
+    refuse_private_keys,
+    session_key,
+    was_aborted,
+    why_not_pausable,
+)
 from sgl_krul.errors import SessionBusy, UnknownSession
 from sgl_krul.service.wish import Wish
 from sgl_krul.session.record import SessionKey
@@ -36,10 +44,14 @@ MAX_KNOWN = 50_000  # sessions remembered here; one that is forgotten is only as
 
 @dataclass
 class _Known:
-    """What this side knows of a session. `active`: it needs no hold."""
+    """What this side knows of a session. It needs no hold if it is `active`, and the scheduler has `told` in
+    which namespace it lives: the caller's, or the private one of this number.
+    """
 
     key: SessionKey
     active: bool = False
+    told: bool = False
+    private: int | None = None
     last_used: float = 0.0
     not_pausable: str = ""
 
@@ -65,21 +77,29 @@ class FrontEnd:
         """Run a request that names a session: hold it while the session's KV comes back, then let it go.
 
         Raises:
-            ValueError: a bad session id; SGLang answers 400.
+            ValueError: a bad session id, or a key that no caller may use; SGLang answers 400.
         """
+        refuse_private_keys(obj)
         key = session_key(obj)
         known = self._know(key)
         known.not_pausable = why_not_pausable(obj) or known.not_pausable
         self._start_idle_pauses()
         start = time.monotonic()
         async with self.gate.request(key.digest, self._settings.hold_deadline_s):
-            report = {} if known.active else await asyncio.shield(self._hold(key, hold_argument(obj)))
+            report: Answer = {}
+            if not (known.active and known.told):
+                report = await asyncio.shield(self._hold(key, hold_argument(obj)))
+                known.told = "state" in report  # else nobody answered, and the next request asks again
+                known.private = report.get("lossy_since") or known.private
             held_ms = round(1000 * (time.monotonic() - start), 3)
             known.last_used = time.monotonic()
             try:
-                async for out in generate():
-                    known.active = known.active or not was_aborted(out)  # a rejected one leaves it paused
-                    yield annotate(out, report, held_ms)
+                with ExitStack() as as_private:
+                    as_private.enter_context(private_request(obj, key, known.private))
+                    async for out in generate():
+                        as_private.close()
+                        known.active = known.active or not was_aborted(out)  # a rejected one leaves it paused
+                        yield annotate(out, report, held_ms, exact=known.private is None)
             finally:
                 known.last_used = time.monotonic()
 
@@ -233,10 +253,20 @@ class FrontEnd:
                 await asyncio.wait([hold])
             if verb == "pause":
                 return await self._pause_for_good(key, timeout_s)
-            answer = await self.channel.ask(verb, key, argument=argument)
             if verb == "forget":
+                return await self._forget_for_good(key)
+            return await self.channel.ask(verb, key, argument=argument)
+
+    async def _forget_for_good(self, key: SessionKey) -> Answer:
+        """A session that is gone lives in no private namespace: should it come again, it is a new one."""
+        try:
+            answer = await self.channel.ask("forget", key)
+        except AnswerError as error:
+            if error.kind == UnknownSession.__name__:
                 self._known.pop(key.digest, None)
-            return answer
+            raise
+        self._known.pop(key.digest, None)
+        return answer
 
     async def _pause_for_good(self, key: SessionKey, timeout_s: float) -> Answer:
         """Pause, and again if a request ended beside it: one without its client ends a little later."""

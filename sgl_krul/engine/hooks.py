@@ -14,6 +14,7 @@ from sgl_krul.config import Config, resolve_config
 from sgl_krul.engine.compat import BACKEND, Hook, apply_hooks, require_flags, require_hooks, require_version
 from sgl_krul.engine.frontend import FrontEnd
 from sgl_krul.engine.messages import KrulControlReqInput, KrulControlReqOutput, register_messages
+from sgl_krul.engine.request import refuse_private_keys
 from sgl_krul.service.places import check_places
 from sgl_krul.service.share import check_share
 
@@ -270,6 +271,8 @@ def around_generate_request(
 ) -> AsyncIterator[Any]:
     """Requests that name a session go through the front end; all others are left alone."""
     front = getattr(manager, "krul_front_end", None)
+    if front is not None:
+        refuse_private_keys(obj)  # also where no session is named: it would match one's pages
     if front is None or getattr(obj, "session_id", None) is None:
         return original(manager, obj, request)
     stream: AsyncIterator[Any] = front.serve(lambda: original(manager, obj, request), obj)

@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from sgl_krul.errors import InvalidSessionId
+from sgl_krul.session.private import looks_private, private_key
 from sgl_krul.session.record import SessionKey, validate_session_id
 
-__all__ = ["annotate", "session_key", "was_aborted", "why_not_pausable"]
+__all__ = [
+    "annotate",
+    "private_request",
+    "refuse_private_keys",
+    "session_key",
+    "was_aborted",
+    "why_not_pausable",
+]
 
 
 def session_key(obj: Any) -> SessionKey:
@@ -22,6 +32,40 @@ def session_key(obj: Any) -> SessionKey:
         raise ValueError(str(error)) from error
     salts = [getattr(obj, name, None) for name in ("cache_salt", "extra_key")]
     return SessionKey(session_id, *(salt if isinstance(salt, str) and salt else None for salt in salts))
+
+
+def refuse_private_keys(obj: Any) -> None:
+    """A request may not name the private namespace of a session: what lies there is that session's alone.
+
+    Raises:
+        ValueError: it does; SGLang answers 400.
+    """
+    given = getattr(obj, "extra_key", None)
+    for extra_key in given if isinstance(given, list) else [given]:
+        if looks_private(extra_key):
+            raise ValueError(
+                f"extra_key {extra_key!r} ends as those of private sessions do (krul:<digest>:<number>), "
+                "expected any other text: send the chat's own extra_key, and its session_id"
+            )
+
+
+@contextmanager
+def private_request(obj: Any, key: SessionKey, generation: int | None) -> Iterator[None]:
+    """Until the `with` ends the request is one of the session's private namespace, if it has one.
+
+    SGLang reads the key until the request has its first output; whoever made the object finds it as it was.
+    The items of a batch that have salts of their own belong to other sessions: they stay as they are.
+    """
+    own_salts = any(isinstance(getattr(obj, name, None), list) for name in ("cache_salt", "extra_key"))
+    if generation is None or own_salts:
+        yield
+        return
+    before = obj.extra_key
+    obj.extra_key = private_key(key, generation).extra_key
+    try:
+        yield
+    finally:
+        obj.extra_key = before
 
 
 def why_not_pausable(obj: Any) -> str:
@@ -50,8 +94,10 @@ def was_aborted(out: Any) -> bool:
     return isinstance(reason, dict) and reason.get("type") == "abort"
 
 
-def annotate(out: Any, report: dict[str, Any], held_ms: float) -> Any:
-    """Tell in `meta_info` how many tokens really came from the store. `report` is the answer to the hold."""
+def annotate(out: Any, report: dict[str, Any], held_ms: float, *, exact: bool = True) -> Any:
+    """Tell in `meta_info` how many tokens really came from the store. `report` is the answer to the hold,
+    `exact` says whether the session's KV is what the model made.
+    """
     meta = out.get("meta_info") if isinstance(out, dict) else None
     if isinstance(meta, dict):
         restored = _count_restored(meta, report)
@@ -65,6 +111,7 @@ def annotate(out: Any, report: dict[str, Any], held_ms: float) -> Any:
             "held_ms": held_ms,
             "corrupt_chunks": report.get("corrupt_chunks", 0),
             "reason": report.get("reason", ""),
+            "exact": exact,
         }
     return out
 

@@ -46,7 +46,7 @@ def keep_in_memory(snapshot: Snapshot, source: PageSource, memory: MemoryTier, c
     Raises:
         StoreFull: not even the first page found room.
     """
-    keys = [page_key(snapshot.namespace, page_hash) for page_hash in snapshot.page_hashes]
+    keys = [page_key(snapshot.namespace, page_hash) for page_hash in snapshot.names_in_memory]
     step = max(1, chunk_tokens // snapshot.layout.page_size)
     held: list[PinnedPages] = []
     first = 0

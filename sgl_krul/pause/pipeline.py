@@ -34,6 +34,7 @@ from sgl_krul.session.record import (
     ChunkRef,
     Manifest,
     chunk_key,
+    is_exact_chunk,
     pack_tokens,
     plans_used,
 )
@@ -74,7 +75,8 @@ class PageSource(Protocol):
 class Snapshot:
     """What is to be paused, frozen at the moment of asking. `page_hashes` covers all full pages.
 
-    `exact`: its KV is what the model made of these tokens, and of nothing that was coded.
+    `exact`: the KV is what the model made. False for a session that lives in its private namespace; memory
+    has its pages under `private_hashes` then, and what is stored of it is never taken for exact.
     """
 
     namespace: str
@@ -85,6 +87,12 @@ class Snapshot:
     token_ids: Sequence[int]
     page_hashes: tuple[str, ...]
     exact: bool = True
+    private_hashes: tuple[str, ...] | None = None
+
+    @property
+    def names_in_memory(self) -> tuple[str, ...]:
+        """What the pages are called in memory and on the device."""
+        return self.page_hashes if self.private_hashes is None else self.private_hashes
 
 
 @dataclass(frozen=True)
@@ -115,10 +123,11 @@ def plan_chunks(
     """Cut the session's full pages into chunks and find which of them an earlier pause wrote already. Pure.
 
     A chunk is reused when its last page hash is the same: the hash is chained, so it commits to every token
-    before it (and to the salt). `coded`: also one that is stored under a layer plan.
+    before it (and to the salt). `coded`: also one that is stored under a layer plan. Exact KV is written anew
+    where an earlier pause was of a lossy session.
     """
     old = () if previous is None else previous.chunks
-    kept = {(c.last_page_hash, c.pages): c for c in old if coded or not c.plan_id}
+    kept = {(c.last_page_hash, c.pages): c for c in old if _stays(c, snapshot, coded)}
     plans = []
     total = len(snapshot.page_hashes)
     for index, first in enumerate(range(0, total, chunk_pages)):
@@ -135,6 +144,13 @@ def plan_chunks(
             )
         )
     return plans
+
+
+def _stays(ref: ChunkRef, snapshot: Snapshot, coded: bool) -> bool:
+    """Whether a chunk of an earlier pause will do for this one, if it holds the same tokens."""
+    if not snapshot.exact:
+        return True
+    return coded if ref.plan_id else is_exact_chunk(ref.key)
 
 
 def write_session(
@@ -155,7 +171,7 @@ def write_session(
     `depths` None stores every layer, and a chunk that an earlier pause stored without its first ones is
     written anew (or ends what is stored, if `source` does not have it). With `depths` such a chunk stays as
     it is, and so does a whole one; those after it are then stored no deeper.
-    `plan`: how layers are coded; None stores them raw. What an earlier pause stored under another plan stays
+    `plan`: how layers are coded; None stores them raw, and so does a plan of raw layers. What an earlier pause stored under another plan stays
     as it is, unless all is to be exact: coding what was decoded would lose twice.
 
     Raises:
@@ -166,12 +182,14 @@ def write_session(
     if depths is not None and plan is not None:
         raise ValueError("depths and a layer plan: what is coded is stored in all layers, give one of them")
     chunk_pages = max(1, chunk_tokens // snapshot.layout.page_size)
+    if plan is not None and plan.is_exact:
+        plan = None
     coder = None if plan is None else ChunkCoder(snapshot.layout, plan)
     with Landing(tier, snapshot.namespace, snapshot.digest) as landing:
         previous = landing.previous
         if previous is not None:
             generation = max(generation, previous.generation + 1)
-        plans = plan_chunks(snapshot, previous, chunk_pages, coded=plan is not None or not snapshot.exact)
+        plans = plan_chunks(snapshot, previous, chunk_pages, coded=plan is not None)
         wanted = _wanted_depths(plans, depths, snapshot.layout.layers)
         deepest = 0 if depths is None else snapshot.layout.layers
         kept = kept_depths(plans, tier, snapshot.namespace, deepest=deepest)
@@ -271,6 +289,7 @@ def _put_chunk(
     coder: ChunkCoder | None,
 ) -> ChunkRef:
     size = snapshot.layout.page_size
+    exact = snapshot.exact and coder is None
     if coder is None:
         plan_id = PAPER_PLAN if depth else RAW_PLAN
         entries = build_segments(segments, [Mode.raw] * len(segments), depth=depth)
@@ -290,7 +309,7 @@ def _put_chunk(
         )
     )
     ref = ChunkRef(
-        key=chunk_key(snapshot.namespace, snapshot.digest, generation, plan.index),
+        key=chunk_key(snapshot.namespace, snapshot.digest, generation, plan.index, exact=exact),
         pages=plan.pages,
         tokens=plan.tokens,
         last_page_hash=plan.last_page_hash,
@@ -315,7 +334,6 @@ def _manifest(
     plans: Mapping[str, LayerPlan],
     paused_at: float,
 ) -> Manifest:
-    coded = {chunk.plan_id for chunk in chunks if chunk.plan_id}
     manifest = Manifest(
         version=MANIFEST_VERSION,
         namespace=snapshot.namespace,
@@ -327,7 +345,7 @@ def _manifest(
         token_ids=pack_tokens(snapshot.token_ids),
         page_hashes=b"".join(bytes.fromhex(page_hash) for page_hash in snapshot.page_hashes),
         chunks=tuple(chunks),
-        exact=snapshot.exact and all(plans[name].is_exact for name in coded),
+        exact=snapshot.exact and not any(chunk.plan_id for chunk in chunks),
         raw_bytes=0,
         stored_bytes=sum(chunk.bytes for chunk in chunks),
         paused_at=paused_at,

@@ -79,7 +79,9 @@ class Pin(Protocol):
 class RestoreReport(Ending):
     """What a restore did. `cut` says why it ended early ("" when the whole session came), `miss` the same in
     one word: missing, corrupt, unavailable, deadline, no_room, stale, partial, coded, cancelled, recompute.
-    `origin` is the slowest tier that bytes came from.
+    `origin` is the slowest tier that bytes came from. `private`: the pages are in the session's private
+    namespace of this number, since not all of them are exact; `manifest` names them as they are called there.
+    Of the first `duplicated_tokens` memory has exact pages too, which others may use.
     """
 
     manifest: Manifest | None = None
@@ -90,6 +92,8 @@ class RestoreReport(Ending):
     corrupt_chunks: int = 0
     missing_chunks: int = 0
     origin: str = ""
+    private: int | None = None
+    duplicated_tokens: int = 0
     pins: list[Pin] = field(default_factory=list)
 
     def end_of_own_chunks(self) -> None:

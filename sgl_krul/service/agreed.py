@@ -29,6 +29,7 @@ from sgl_krul.store.memory import PinnedPages
 __all__ = [
     "Agreed",
     "agree_on_known",
+    "agree_on_private",
     "agree_on_report",
     "agree_on_session",
     "agreed",
@@ -96,6 +97,17 @@ def ready(futures: Sequence[Future[Any]], ranks: Agreement) -> list[bool]:
     return done
 
 
+def agree_on_private(report: RestoreReport, ranks: Agreement) -> bool:
+    """Whether all ranks would put the session under the same key. They do, unless their disks have different
+    pauses of it, one lossy and one exact: then nothing of it can be used. False is told in `report`.
+    """
+    number = report.private or 0
+    least, most = ranks.agree_min([number, -number])
+    if least != -most:
+        report.end("missing", "another rank has another pause of the session")
+    return least == -most
+
+
 def agree_on_report(report: RestoreReport, page_size: int, ranks: Agreement) -> None:
     """Shorten a restore to what every rank has, and let go of the pages beyond.
 
@@ -103,6 +115,9 @@ def agree_on_report(report: RestoreReport, page_size: int, ranks: Agreement) -> 
     """
     if ranks.size == 1:
         return
+    if not agree_on_private(report, ranks):
+        report.release()
+        report.tokens = report.from_memory_tokens = 0
     lost = report.manifest is None and report.miss == "missing"
     mine = [report.tokens, report.from_memory_tokens, -report.corrupt_chunks, -report.missing_chunks, -lost]
     least = ranks.agree_min(mine)
@@ -180,7 +195,7 @@ def agree_on_session(registry: Registry, digest: str, busy: bool, ranks: Agreeme
     session = registry.find(digest)
     view = "unknown" if session is None else f"{session.state} {len(session.token_ids)} {session.end_hash}"
     if session is not None:
-        view += f" {len(session.branches)}"
+        view += f" {len(session.branches)} {session.private}"
     told = ranks.gather(f"{view} {busy}")
     if len(set(told)) > 1:
         logger.error("krul: the ranks know session %s differently, it is forgotten: %s", digest[:12], told)

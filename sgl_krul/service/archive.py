@@ -30,6 +30,7 @@ from sgl_krul.session.record import (
     chunk_key,
     decode_manifest,
     encode_manifest,
+    is_exact_chunk,
 )
 from sgl_krul.store.root import as_store_error
 from sgl_krul.store.tier import Tier
@@ -211,7 +212,9 @@ def import_session(
 
             def put(ref: ChunkRef, header: bytes, segments: Sequence[memoryview]) -> None:
                 go_on()
-                name = chunk_key(namespace, manifest.digest, generation, len(chunks))
+                name = chunk_key(
+                    namespace, manifest.digest, generation, len(chunks), exact=is_exact_chunk(ref.key)
+                )
                 chunks.append(landing.put(msgspec.structs.replace(ref, key=name), header, segments))
 
             reader.rewind()

@@ -42,6 +42,19 @@ class Found:
     copies: Mapping[str, Manifest] = field(default_factory=dict)
     unread: Sequence[str] = ()
 
+    def sources(self, store: TieredStore) -> list[CheckedTier]:
+        """The tiers to read its chunks from: those that have the manifest, then the others. Of exact KV none
+        that has a lossy copy: the chunks of the same tokens are found by what they are called there.
+        """
+        others = store.others(self.tiers)
+        if self.manifest is not None and self.manifest.exact:
+            others = [tier for tier in others if self._exact_in(tier.name)]
+        return [*self.tiers, *others]
+
+    def _exact_in(self, tier: str) -> bool:
+        copy = self.copies.get(tier)
+        return copy is None or copy.exact
+
 
 class StoredCopies:
     """What lies in the tiers of a store."""
@@ -88,7 +101,7 @@ class StoredCopies:
                 copies[tier.name] = manifest
         if not copies:
             return Found(why, unread=unread)
-        newest = max(copies.values(), key=lambda manifest: (manifest.paused_at, manifest.stored_tokens))
+        newest = max(copies.values(), key=lambda copy: (copy.paused_at, copy.stored_tokens, copy.exact))
         tiers = [tier for tier in places if tier.name in copies and _same(copies[tier.name], newest)]
         return Found(("", ""), newest, tiers, copies, unread)
 
@@ -237,8 +250,9 @@ def goes_on(theirs: bytes, ours: bytes) -> bool:
 
 def _same(one: Manifest, other: Manifest) -> bool:
     """Whether both tell of the same state. Names, sizes and generations of chunks are those of each tier."""
-    return (one.paused_at, one.stored_tokens, one.token_ids) == (
+    return (one.paused_at, one.stored_tokens, one.token_ids, one.exact) == (
         other.paused_at,
         other.stored_tokens,
         other.token_ids,
+        other.exact,
     )

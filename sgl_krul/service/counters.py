@@ -10,7 +10,8 @@ __all__ = ["Counters"]
 @dataclass
 class Counters:
     """Totals; they only grow. `holes`: restores that were cut short. `demotions`: sessions moved to a slower
-    tier in the background."""
+    tier in the background. `lossy_resumes`: restores into a private cache namespace; `duplicated_tokens`: of
+    what they brought, tokens that memory has exactly too."""
 
     pauses: int = 0
     pauses_failed: int = 0
@@ -24,4 +25,6 @@ class Counters:
     demotions: int = 0
     demotions_failed: int = 0
     expired: int = 0
+    lossy_resumes: int = 0
+    duplicated_tokens: int = 0
     evictions: int = 0

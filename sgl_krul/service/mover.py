@@ -15,7 +15,7 @@ import msgspec
 from sgl_krul.codec.frame import ChunkHeader, decode_header, expect, verify_segment
 from sgl_krul.errors import Corrupt, KrulError, Missing, StoreError
 from sgl_krul.session.landing import Landing
-from sgl_krul.session.record import ChunkRef, Manifest, chunk_key, plans_used
+from sgl_krul.session.record import ChunkRef, Manifest, chunk_key, is_exact_chunk, plans_used
 from sgl_krul.store.tier import Tier
 
 __all__ = [
@@ -98,7 +98,10 @@ def _place(manifest: Manifest, previous: Manifest | None) -> tuple[int, list[str
     if not any(taken):
         return manifest.generation, keys
     generation = max(manifest.generation, previous.generation) + 1
-    fresh = [chunk_key(manifest.namespace, manifest.digest, generation, index) for index in range(len(keys))]
+    fresh = [
+        chunk_key(manifest.namespace, manifest.digest, generation, index, exact=is_exact_chunk(key))
+        for index, key in enumerate(keys)
+    ]
     return generation, [new if clash else key for new, key, clash in zip(fresh, keys, taken, strict=True)]
 
 

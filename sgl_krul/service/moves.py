@@ -102,7 +102,7 @@ class Moves:
         found = self._copies.find(digest, paused, namespace)
         if found.manifest is None:
             raise StoreUnavailable(f"session {digest[:12]} can't be exported: {found.why[1]}")
-        sources = [*found.tiers, *self._store.others(found.tiers)]
+        sources = found.sources(self._store)
         report = export_session(
             found.manifest, sources, path, key=self._archive_key, stopped=self._stop.is_set
         )

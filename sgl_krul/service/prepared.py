@@ -6,6 +6,7 @@ from array import array
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import takewhile
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,6 +27,10 @@ from sgl_krul.store.tiered import TieredStore
 __all__ = ["Prepared"]
 
 _NOWHERE = Found(("", ""))
+
+
+def _in_memory(source: ChunkSource) -> bool:
+    return source.pinned is not None
 
 
 @dataclass
@@ -68,8 +73,8 @@ class Prepared:
         ]
         if len(chunks) < len(manifest.chunks):
             report.end_of_own_chunks()
-        tiers = [*found.tiers, *store.others(found.tiers)]
         coders = {name: ChunkCoder(layout, plan) for name, plan in manifest.layer_plans.items()}
+        tiers = found.sources(store)
         return cls(key, report, layout, namespace, manifest.token_array, chunks, tiers, found, coders)
 
     @classmethod
@@ -113,7 +118,12 @@ class Prepared:
     @property
     def all_in_memory(self) -> bool:
         """Whether memory has every page."""
-        return all(source.pinned is not None for source in self.chunks)
+        return all(map(_in_memory, self.chunks))
+
+    @property
+    def leading_in_memory(self) -> int:
+        """Leading tokens of which memory has every page."""
+        return sum(source.ref.tokens for source in takewhile(_in_memory, self.chunks))
 
     @property
     def tokens_by_tier(self) -> dict[str, int]:

@@ -26,6 +26,7 @@ from sgl_krul.service.agreement import Agreement
 from sgl_krul.service.counters import Counters
 from sgl_krul.service.device_restore import DeviceRestore, DeviceRestores, Reservation, Settings
 from sgl_krul.service.holds import Holds
+from sgl_krul.service.isolation import Isolation, isolate
 from sgl_krul.service.jobs import Body, Job, Jobs, Reply
 from sgl_krul.service.plans import Plans
 from sgl_krul.service.prepared import Prepared
@@ -53,6 +54,7 @@ class _Resume:
     hold: bool
     wish: Wish
     reply: Reply
+    isolation: Isolation
 
 
 class Resumes:
@@ -108,7 +110,8 @@ class Resumes:
         known = self._registry.find(key.digest)
         session = known or Session(key.digest, key.session_id, key.salted, state=State.PAUSED)
         self._jobs.refuse_if_busy(session)
-        resume = _Resume(session, key, session.state, self._clock(), hold, wish, reply)
+        isolation = isolate(session, self._registry, self._ranks)
+        resume = _Resume(session, key, session.state, self._clock(), hold, wish, reply, isolation)
         session.state = State.RESUMING
         if self.plans.device is None or wish.target is TargetPlace.MEMORY:
             self._to_memory(resume)
@@ -124,6 +127,7 @@ class Resumes:
             session.paused,
             self._namespace(),
             resume.start + self._config.session.hold_deadline_s,
+            resume.isolation,
         )
         future = agreed(future, self._ranks, RestoreReport.release)
 
@@ -135,12 +139,12 @@ class Resumes:
         self._begin(resume, future, complete)
 
     def _to_device(self, resume: _Resume) -> None:
-        future = self._prepare(resume.key, resume.session)
+        future = self._prepare(resume.key, resume.session, resume.isolation)
         self._begin(resume, future, lambda: self._prepared(resume, future.result()))
 
-    def _prepare(self, key: SessionKey, session: Session) -> Any:
+    def _prepare(self, key: SessionKey, session: Session, isolation: Isolation) -> Any:
         future = self._workers(session.paused).submit(
-            self._transfers.prepare, key, session.token_ids, session.paused, self._namespace()
+            self._transfers.prepare, key, session.token_ids, session.paused, self._namespace(), isolation
         )
         return agreed(future, self._ranks, Prepared.release)
 
@@ -289,6 +293,8 @@ class Resumes:
         session, key = resume.session, resume.key
         self._back(resume)
         session.last_used = self._now()
+        if report.private is not None and report.tokens:
+            session.private = report.private
         seconds = self._clock() - resume.start
         self._account(session, report, seconds)
         to_device = how["path"] == "device"
@@ -338,6 +344,9 @@ class Resumes:
             return  # a new chat: nobody expected to find it
         self._counters.resumes += 1
         self._counters.restored_tokens += report.tokens
+        if report.private is not None and report.tokens:
+            self._counters.lossy_resumes += 1
+            self._counters.duplicated_tokens += min(report.duplicated_tokens, report.tokens)
         if report.miss:
             self._counters.holes += 1
             self._metrics.miss(report.miss)
@@ -361,7 +370,7 @@ class Resumes:
 
     def explain(self, session: Session, key: SessionKey, reply: Reply) -> None:
         """What a resume would do now, and why. Reads the manifest; changes nothing, is in nobody's way."""
-        future = self._prepare(key, session)
+        future = self._prepare(key, session, isolate(session, self._registry, self._ranks))
 
         def complete() -> Body:
             prepared = future.result()

@@ -149,13 +149,23 @@ class SessionService:
     # ---- what the engine tells ----
 
     def observe(
-        self, key: SessionKey, token_ids: array[int], end_hash: str | None = None, aborted: bool = False
+        self,
+        key: SessionKey,
+        token_ids: array[int],
+        end_hash: str | None = None,
+        aborted: bool = False,
+        private: int | None = None,
     ) -> None:
         """A request of the session finished; these tokens are in the tree, the last page named `end_hash`.
 
+        `private`: the number of the private namespace that it ran in. A session that was forgotten here lives
+        there on. One that lives in another, or that was not lossy yet when a late request of it began, has
+        nothing of that request in its own: it is computed anew there.
         An aborted one may have got less far than the session was: then the session stays where it was.
         """
         session = self.registry.open(key, self._now())
+        if session.private is None:
+            session.private = private
         if not aborted or len(token_ids) >= session.tokens:
             session.advance(token_ids, end_hash, self._now())
         self._upkeep.wakes(session.digest)
@@ -204,8 +214,12 @@ class SessionService:
         before: Callable[[], None],
         settle: Callable[[bool], int],
         reply: Reply,
+        private_hashes: tuple[str, ...] | None = None,
     ) -> None:
         """Write the session to where placement puts it; without a tier for it, leave it to the memory tier.
+
+        `page_hashes` are those under the caller's key; `private_hashes`, of a session that lives in its
+        private namespace, what its pages are called there.
 
         `before()` runs first, on the worker: it waits for what the pages depend on. `settle(success)` runs in
         the calling thread when the writing is over: it releases what the engine holds and, on success, frees
@@ -227,6 +241,8 @@ class SessionService:
             layout=self.layout,
             token_ids=session.token_ids,
             page_hashes=page_hashes,
+            exact=session.private is None,
+            private_hashes=private_hashes,
         )
         start = self._clock()
         future = self._pausers.submit(
@@ -309,7 +325,7 @@ class SessionService:
         def complete() -> Body:
             freed_bytes = future.result()
             freed_tokens = settle()
-            self.registry.remove(session.digest)
+            self.registry.delete(session)
             self.resumes.plans.forget(session.digest)
             return {
                 "session_id": session.session_id,

@@ -15,6 +15,7 @@ from sgl_krul.pause.memory_only import keep_in_memory
 from sgl_krul.pause.pipeline import Depths, PageSource, PauseReport, Snapshot, write_session
 from sgl_krul.restore.pipeline import Restorer, RestoreReport
 from sgl_krul.service.copies import Found, StoredCopies, goes_on
+from sgl_krul.service.isolation import Isolation, under_names
 from sgl_krul.service.mover import Stopped
 from sgl_krul.service.prepared import Prepared
 from sgl_krul.session.record import SessionKey, manifest_key, pack_tokens, page_key, session_prefix
@@ -125,7 +126,14 @@ class Transfers:
         if optional and stored < len(snapshot.page_hashes) * self._layout.page_size:
             return None
         return Written(
-            PausedCopy.in_memory(snapshot.namespace, snapshot.layout, snapshot.token_ids, stored, self._now())
+            PausedCopy.in_memory(
+                snapshot.namespace,
+                snapshot.layout,
+                snapshot.token_ids,
+                stored,
+                self._now(),
+                exact=snapshot.exact,
+            )
         )
 
     def _write_to_tiers(
@@ -202,41 +210,80 @@ class Transfers:
         paused: PausedCopy | None,
         namespace: str,
         deadline: float,
+        isolation: Isolation,
     ) -> RestoreReport:
         """Bring the session to memory, if stored under `namespace`. What is wrong shortens the restore.
 
         `token_ids` are the session's as far as this server knows: one that rests in memory has no manifest.
         """
-        resting, found = self._locate(key, token_ids, paused, namespace)
-        if resting is None:
-            return self._restore(key, found, paused, namespace, deadline)
-        resting.pin_in(resting.report)
-        return resting.report
+        here, found, report = self._find(key, token_ids, paused, namespace, isolation)
+        if here is None:
+            return self._restore(key, found, report, paused, deadline)
+        here.pin_in(here.report)
+        return here.report
 
     def prepare(
-        self, key: SessionKey, token_ids: array[int], paused: PausedCopy | None, namespace: str
+        self,
+        key: SessionKey,
+        token_ids: array[int],
+        paused: PausedCopy | None,
+        namespace: str,
+        isolation: Isolation,
     ) -> Prepared:
         """Find what there is of the session, for a restore to the device. Its pages in memory are pinned.
 
         Nothing is read but the manifest. What is wrong with it the report says; there are no chunks then.
         """
-        resting, found = self._locate(key, token_ids, paused, namespace)
-        if resting is not None:
-            return resting
-        report = self._examine(key, found, paused, namespace)
+        here, found, report = self._find(key, token_ids, paused, namespace, isolation)
+        if here is not None:
+            return here
         self._settle_tiers(key, report, found, paused)
-        return Prepared.of(key, report, found, self.memory, self.store, self._layout, namespace)
+        in_cache = isolation.key(key, exact=report.private is None)
+        return Prepared.of(in_cache, report, found, self.memory, self.store, self._layout, namespace)
+
+    def _find(
+        self,
+        key: SessionKey,
+        token_ids: array[int],
+        paused: PausedCopy | None,
+        namespace: str,
+        isolation: Isolation,
+    ) -> tuple[Prepared | None, Found, RestoreReport]:
+        """What memory has whole, pinned; else where the stored copies are, and what is to be restored."""
+        resting, found = self._locate(key, token_ids, paused, namespace, isolation)
+        if resting is not None:
+            return resting, found, resting.report
+        report = self._examine(key, found, paused, namespace)
+        if report.manifest is None or (report.manifest.exact and not isolation.private):
+            return None, found, report
+        exactly = RestoreReport(manifest=report.manifest)
+        kept = Prepared.of(key, exactly, found, self.memory, self.store, self._layout, namespace)
+        if kept.chunks and kept.all_in_memory and isolation.alone and not isolation.private:
+            self._settle_tiers(key, exactly, found, paused)  # memory has it as it was before the lossy pause
+            return kept, found, exactly
+        report.duplicated_tokens = kept.leading_in_memory
+        kept.release()
+        in_cache = isolation.key(key, exact=False)
+        names = self._hash_pages(in_cache, report.manifest.token_array)
+        report.private, report.manifest = isolation.number, under_names(report.manifest, names)
+        return None, found, report
 
     def _locate(
-        self, key: SessionKey, token_ids: array[int], paused: PausedCopy | None, namespace: str
+        self,
+        key: SessionKey,
+        token_ids: array[int],
+        paused: PausedCopy | None,
+        namespace: str,
+        isolation: Isolation,
     ) -> tuple[Prepared | None, Found]:
         """What memory keeps of a session that rests there, pinned; else where its stored copies are."""
         if paused is None or paused.tiers != (MEMORY,):
             return None, self.copies.find(key.digest, paused, namespace)
-        hashes = self._hash_pages(key, token_ids) if paused.namespace == namespace else ()
+        in_cache = isolation.key(key, exact=True)
+        hashes = self._hash_pages(in_cache, token_ids) if paused.namespace == namespace else ()
         keys = [page_key(namespace, page_hash) for page_hash in hashes]
         resting = Prepared.in_memory_only(
-            key,
+            in_cache,
             self.memory,
             keys[: paused.stored_tokens // self._layout.page_size],
             self._layout,
@@ -244,6 +291,7 @@ class Transfers:
             token_ids,
             self._config.chunk.tokens,
         )
+        resting.report.private = isolation.number if isolation.private else None
         lost = paused.stored_tokens - resting.tokens
         if lost:
             resting.report.end("missing", f"{lost} tokens have left memory, where the session rested")
@@ -254,17 +302,22 @@ class Transfers:
         return None, older
 
     def _restore(
-        self, key: SessionKey, found: Found, paused: PausedCopy | None, namespace: str, deadline: float
+        self,
+        key: SessionKey,
+        found: Found,
+        examined: RestoreReport,
+        paused: PausedCopy | None,
+        deadline: float,
     ) -> RestoreReport:
-        report = self._examine(key, found, paused, namespace)
-        if report.manifest is None:
-            return report
-        tiers = [*found.tiers, *self.store.others(found.tiers)]
+        if examined.manifest is None:
+            return examined
+        tiers = found.sources(self.store)
         workers, ahead = self.loaders(tiers)
         restorer = Restorer(tiers, self.memory, self._layout, workers, ahead=ahead)
         report = restorer.run(
-            report.manifest, copies=found.copies, deadline=deadline, clock=self._clock, cancelled=self.stop
+            examined.manifest, copies=found.copies, deadline=deadline, clock=self._clock, cancelled=self.stop
         )
+        report.private, report.duplicated_tokens = examined.private, examined.duplicated_tokens
         self._settle_tiers(key, report, found, paused)
         return report
 

@@ -301,7 +301,7 @@ class Upkeep:
             return None
         paused = session.paused
         assert paused is not None
-        keys = [page_key(snapshot.namespace, page_hash) for page_hash in snapshot.page_hashes]
+        keys = [page_key(snapshot.namespace, page_hash) for page_hash in snapshot.names_in_memory]
         overtaken = Event()
         self._writing = (digest, overtaken)
         future: Future[Written] = self._worker.submit(

@@ -26,6 +26,7 @@ __all__ = [
     "common_tokens",
     "decode_manifest",
     "encode_manifest",
+    "is_exact_chunk",
     "manifest_key",
     "pack_tokens",
     "page_key",
@@ -43,7 +44,7 @@ _MAX_GENERATION = 1 << 40
 _MAX_BYTES = 1 << 60
 _MAX_LAYERS = 4096
 _MAX_PAUSED_AT = 1e11  # seconds; the year 5138
-_CHUNK_NAME = re.compile(r"g[0-9]{8,}-c[0-9]{6,}")
+_CHUNK_NAME = re.compile(r"g[0-9]{8,}-[cl][0-9]{6,}")
 
 
 def validate_session_id(session_id: object) -> str:
@@ -111,9 +112,18 @@ def manifest_key(namespace: str, digest: str) -> str:
     return session_prefix(namespace, digest) + "manifest"
 
 
-def chunk_key(namespace: str, digest: str, generation: int, index: int) -> str:
-    """Store key of chunk `index` as written by pause number `generation`."""
-    return f"{session_prefix(namespace, digest)}g{generation:08d}-c{index:06d}"
+def chunk_key(namespace: str, digest: str, generation: int, index: int, *, exact: bool = True) -> str:
+    """Store key of chunk `index` as written by pause number `generation`.
+
+    One that is not exact has another name than any that is: it can never be read in the place of one, in
+    whatever tier it was left.
+    """
+    return f"{session_prefix(namespace, digest)}g{generation:08d}-{'c' if exact else 'l'}{index:06d}"
+
+
+def is_exact_chunk(key: str) -> bool:
+    """Whether a chunk of this key (`chunk_key`) is exact."""
+    return "-l" not in key.rpartition("/")[2]
 
 
 def parse_key(key: str) -> tuple[str, str, str] | None:
@@ -323,6 +333,8 @@ def _wrong_chunks(manifest: Manifest) -> str | None:
         return f"{pages} stored pages of {len(manifest.page_hashes) // 32}"
     if not all(_CHUNK_NAME.fullmatch(chunk.key.removeprefix(prefix)) for chunk in chunks):
         return "a chunk under a key that is not one of the session's"
+    if manifest.exact and not all(is_exact_chunk(chunk.key) for chunk in chunks):
+        return "a chunk that is not exact, and says it were"
     if not _hashes_agree(manifest):
         return "a chunk whose last page hash is not that of its last page"
     return None
@@ -339,8 +351,8 @@ def _wrong_plans(manifest: Manifest) -> str | None:
         return f"{len(manifest.plans)} layer plans, its chunks name {len(used)}"
     if any(chunk.plan_id and chunk.depth for chunk in manifest.chunks):
         return "a coded chunk of which layers are left out"
-    if manifest.exact and not all(plan.is_exact for plan in plans.values()):
-        return "coded chunks, and says that it is exact"
+    if any(chunk.plan_id and is_exact_chunk(chunk.key) for chunk in manifest.chunks):
+        return "a coded chunk under the key of an exact one"
     return None
 
 

@@ -9,6 +9,7 @@ from enum import StrEnum
 
 from sgl_krul.errors import UnknownSession
 from sgl_krul.layout import KvLayout
+from sgl_krul.session.private import private_key
 from sgl_krul.session.record import Manifest, SessionKey
 
 __all__ = ["MEMORY", "PausedCopy", "Registry", "Session", "State"]
@@ -65,11 +66,18 @@ class PausedCopy:
 
     @classmethod
     def in_memory(
-        cls, namespace: str, layout: KvLayout, token_ids: Sequence[int], stored_tokens: int, paused_at: float
+        cls,
+        namespace: str,
+        layout: KvLayout,
+        token_ids: Sequence[int],
+        stored_tokens: int,
+        paused_at: float,
+        *,
+        exact: bool = True,
     ) -> PausedCopy:
         """A session that rests in the memory tier only: no manifest, lost with the server."""
         size = stored_tokens * layout.token_bytes
-        return cls((MEMORY,), namespace, 1, len(token_ids), stored_tokens, size, size, True, paused_at)
+        return cls((MEMORY,), namespace, 1, len(token_ids), stored_tokens, size, size, exact, paused_at)
 
     def same_pause(self, other: PausedCopy) -> bool:
         """Whether both were written by one pause (or are copies of what it wrote)."""
@@ -94,6 +102,8 @@ class Session:
 
     `branches` are earlier keys that `token_ids` does not extend (an edited or regenerated turn); their KV
     leaves the device at the next pause. `end_hash` names the last full page of `token_ids`.
+    `private`: it came back lossy, and lives in its private cache namespace of this number until it is
+    deleted (`session.private`). None: its KV is exact, and shared with all who have the same tokens.
     """
 
     digest: str
@@ -109,6 +119,7 @@ class Session:
     corrupt_chunks: int = 0
     left_in: frozenset[str] = frozenset()  # tiers that could not be asked to delete an older copy
     in_memory: bool = False  # resumed to memory, and nothing has run since
+    private: int | None = None
 
     def advance(self, token_ids: array[int], end_hash: str | None, now: float) -> None:
         """A request of this session finished with these tokens: they are its state from now on."""
@@ -124,6 +135,18 @@ class Session:
         """These tokens were put on the device: should the next turn differ, they are a branch of the chat."""
         if not self.token_ids:
             self.token_ids = token_ids
+
+    def key_in_cache(self, key: SessionKey) -> SessionKey:
+        """The key that its pages have, on the device and in memory; `key` is the caller's."""
+        return key if self.private is None else private_key(key, self.private)
+
+    @property
+    def exact(self) -> bool:
+        """Whether its KV is what the model made: where it runs, or of a resting one as it is stored."""
+        if self.private is not None:
+            return False
+        runs = self.state in (State.ACTIVE, State.PAUSING)
+        return self.paused is None or self.paused.exact or runs
 
     @property
     def may_lie_in(self) -> frozenset[str]:
@@ -158,6 +181,7 @@ class Registry:
         self._sessions: dict[str, Session] = {}
         self._unpaused: dict[str, None] = {}  # oldest first; may hold some that were paused since
         self._max_unpaused = max_unpaused
+        self._unused_private = 1  # sessions that are gone have used the numbers below
 
     def __iter__(self) -> Iterator[Session]:
         return iter(list(self._sessions.values()))
@@ -210,6 +234,8 @@ class Registry:
         One that is known already and not active learns of the copy that was found.
         """
         known = self._sessions.setdefault(session.digest, session)
+        if known.private is None:
+            known.private = session.private
         if known is session or session.paused is None:
             return known
         if known.state is State.PAUSED and session.state is State.PAUSED and known.paused is not None:
@@ -217,6 +243,21 @@ class Registry:
         elif known.state is State.STALE and session.state is State.PAUSED:
             known.paused, known.state = session.paused, State.PAUSED
         return known
+
+    def private_number(self, session: Session) -> int:
+        """The number of the session's private namespace, or of the one it gets should it come back lossy:
+        the generation it is stored as, and none that a deleted session of the name may have had.
+        """
+        if session.private is not None:
+            return session.private
+        generation = 1 if session.paused is None else session.paused.generation
+        return max(self._unused_private, generation)
+
+    def delete(self, session: Session) -> None:
+        """Forget a session that was deleted: what its private namespace may hold is nobody's from now on."""
+        if session.private is not None:
+            self._unused_private = max(self._unused_private, session.private + 1)
+        self.remove(session.digest)
 
     def remove(self, digest: str) -> None:
         """Forget the session."""

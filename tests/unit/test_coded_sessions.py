@@ -372,7 +372,7 @@ def coded_ref(ref: ChunkRef, **changes: object) -> ChunkRef:
         ({"plans": (PLANS["int4"].encode(),)}, "1 layer plans, its chunks name 1"),
         ({"plans": (b"nothing of the kind",)}, "a layer plan that can't be read"),
         ({"plans": (PLANS["int8"].encode()[:-1],)}, "a layer plan that can't be read"),
-        ({"exact": True}, "coded chunks, and says that it is exact"),
+        ({"exact": True}, "a chunk that is not exact, and says it were"),
     ],
 )
 def test_doubtful_plans_make_a_doubtful_manifest(
@@ -391,6 +391,15 @@ def test_a_coded_chunk_leaves_out_no_layers(ssd: SsdTier) -> None:
     chunks = tuple(coded_ref(ref, depth=1) for ref in manifest.chunks)
     data = encode_manifest(msgspec.structs.replace(manifest, chunks=chunks))
     with pytest.raises(Corrupt, match="a coded chunk of which layers are left out"):
+        decode_manifest(data, namespace=NAMESPACE, digest=session.digest)
+
+
+def test_a_coded_chunk_has_not_the_key_of_an_exact_one(ssd: SsdTier) -> None:
+    session = chat(COUNT)
+    manifest = pause(session, ssd, PLANS["int8"]).manifest
+    chunks = tuple(coded_ref(ref, key=ref.key.replace("-l", "-c")) for ref in manifest.chunks)
+    data = encode_manifest(msgspec.structs.replace(manifest, chunks=chunks))
+    with pytest.raises(Corrupt, match="a coded chunk under the key of an exact one"):
         decode_manifest(data, namespace=NAMESPACE, digest=session.digest)
 
 

@@ -161,6 +161,7 @@ def test_a_session_is_paused_and_resumed(bench: Bench) -> None:
         "tier": "ssd",
         "tiers": ["ssd"],
         "exact": True,
+        "lossy_since": None,
         "corrupt_chunks": 0,
         "last_used": NOW,
         "already_paused": False,
