@@ -171,8 +171,9 @@ def write_session(
     `depths` None stores every layer, and a chunk that an earlier pause stored without its first ones is
     written anew (or ends what is stored, if `source` does not have it). With `depths` such a chunk stays as
     it is, and so does a whole one; those after it are then stored no deeper.
-    `plan`: how layers are coded; None stores them raw, and so does a plan of raw layers. What an earlier pause stored under another plan stays
-    as it is, unless all is to be exact: coding what was decoded would lose twice.
+    `plan`: how layers are coded; None stores them raw, and so does a plan of raw layers. What an earlier
+    pause stored under another plan stays as it is, unless all is to be exact: coding what was decoded would
+    lose twice.
 
     Raises:
         ValueError: `depths` gives other than a number of layers for each chunk, or rising ones; or there are
@@ -292,7 +293,7 @@ def _put_chunk(
     exact = snapshot.exact and coder is None
     if coder is None:
         plan_id = PAPER_PLAN if depth else RAW_PLAN
-        entries = build_segments(segments, [Mode.raw] * len(segments), depth=depth)
+        entries = build_segments(segments, Mode.raw, depth=depth)
         body: Sequence[Buffer] = [buffer for layer in segments[depth:] for buffer in layer]
     else:
         plan_id = coder.plan_id

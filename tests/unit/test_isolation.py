@@ -219,7 +219,10 @@ def test_chunks_are_kept_by_what_they_are(world: World) -> None:
     a = world.server("a")
     assert a.disk is not None
     exact = LOSSY.write(a.disk).manifest
-    lossy = write_lossy(LOSSY, a.disk).manifest
+    mixed = write_lossy(LOSSY, a.disk).manifest  # of an exact pause before, whose chunks stay
+    b = world.server("b")
+    assert b.disk is not None
+    lossy = write_lossy(LOSSY, b.disk).manifest
     snapshot = LOSSY.snapshot()
 
     def kept(previous: Manifest | None, *, is_exact: bool) -> int:
@@ -230,6 +233,7 @@ def test_chunks_are_kept_by_what_they_are(world: World) -> None:
 
     assert kept(exact, is_exact=True) == 3
     assert kept(lossy, is_exact=True) == 0
+    assert kept(mixed, is_exact=True) == 3
     assert kept(exact, is_exact=False) == 3
     assert kept(lossy, is_exact=False) == 3
     assert kept(None, is_exact=False) == 0
