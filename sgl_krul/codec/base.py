@@ -1,4 +1,4 @@
-"""How one layer of one chunk is stored: the modes, and what a codec does."""
+"""How one layer of one chunk is stored: the modes, and what a codec of pages does."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["Mode", "SegmentCodec"]
 
 
 class Mode(StrEnum):
-    """The mode of a segment. Of these only `raw` has a codec yet."""
+    """The mode of a segment. Of these `lowrank`, `patch` and `predicted` have no codec yet."""
 
     recompute = "recompute"
     raw = "raw"

@@ -6,6 +6,9 @@ Only the one encoding that `encode_header` gives is accepted.
 
 A layer in mode `recompute` is not stored: its segment has no bytes, and it is one of the first layers, since
 what is recomputed at resume runs through the model from layer 0 on.
+
+The header names the layer plan and does not hold it. Of a coded plan ("k1-" and a digest) only what is true
+of all such plans is checked here; `ChunkCoder.check_header` has the rest.
 """
 
 from __future__ import annotations
@@ -28,6 +31,7 @@ from sgl_krul.store import Buffer
 from sgl_krul.store.tier import MAX_HEADER_BYTES, byte_view
 
 __all__ = [
+    "CODED_PLANS",
     "FORMAT_VERSION",
     "MAX_SEGMENTS",
     "MAX_TOKENS",
@@ -49,11 +53,13 @@ MAX_TOKENS = 1 << 20
 MAX_BODY_BYTES = 1 << 40
 RAW_PLAN = "raw"  # layer plan: every layer is stored
 PAPER_PLAN = "paper"  # layer plan: the first layers of the chunk are not stored
+CODED_PLANS = "k1-"  # what the ids of layer plans with codecs begin with (`LayerPlan.plan_id`)
 _MAX_TEXT = 128
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 _TEXT = re.compile(r"[\x21-\x7e]+")
 _FIELDS = ("namespace", "last_page_hash", "token_digest", "tokens", "plan_id", "segments")
 _MODES = {mode.value: mode for mode in Mode}
+_CODED_MODES = frozenset({Mode.recompute, Mode.raw, Mode.quantized, Mode.shared})
 _NOTHING = xxhash.xxh3_64_intdigest(b"")  # the checksum of a segment without bytes
 
 
@@ -154,9 +160,25 @@ def _field_problem(raw: Any) -> str | None:
     if not _is_int(raw["tokens"], 1, MAX_TOKENS):
         return f"tokens {str(raw['tokens'])[:80]}: expected 1 to {MAX_TOKENS}"
     problem = _segments_problem(raw["segments"])
-    if problem is None and raw["plan_id"] == RAW_PLAN and raw["segments"][0][0] == Mode.recompute:
+    return problem or _plan_problem(raw["plan_id"], raw["segments"])
+
+
+def _plan_problem(plan_id: str, segments: list[list[Any]]) -> str | None:
+    """What the segments, each good by itself, have that no chunk of this plan can have."""
+    if plan_id == RAW_PLAN and segments[0][0] == Mode.recompute:
         return f"segment 0: mode recompute under the plan {RAW_PLAN}, which stores every layer"
-    return problem
+    if not plan_id.startswith(CODED_PLANS):
+        return None
+    for index, (mode, _, length, _) in enumerate(segments):
+        if mode not in _CODED_MODES:
+            return f"segment {index}: mode {mode} under a coded plan"
+        if mode != Mode.recompute and not length:
+            return f"segment {index}: mode {mode} without bytes"
+    stored = [mode for mode, *_ in segments if mode != Mode.recompute]
+    # A partner has an owner: one that stands alone, or the other one of a merged pair.
+    if stored == [Mode.shared]:
+        return f"segment {len(segments) - 1}: mode shared, and no other layer is stored"
+    return None
 
 
 def _segments_problem(segments: Any) -> str | None:
@@ -217,17 +239,24 @@ def _digest(buffers: Iterable[Buffer]) -> tuple[int, int]:
 
 
 def build_segments(
-    per_layer_buffers: Sequence[Sequence[Buffer]], mode: Mode, *, depth: int = 0
+    per_layer_buffers: Sequence[Sequence[Buffer]], mode: Mode | Sequence[Mode], *, depth: int = 0
 ) -> tuple[SegmentEntry, ...]:
     """The entries of a chunk: layer l is stored as the buffers `per_layer_buffers[l]` one after another.
 
-    The first `depth` layers are not stored; their buffers are not looked at.
+    `mode`: of all stored layers, or of each layer. The first `depth` layers are not stored; their buffers and
+    modes are not looked at.
+
+    Raises:
+        ValueError: not as many modes as layers.
     """
+    modes = [mode] * len(per_layer_buffers) if isinstance(mode, Mode) else mode
+    if len(modes) != len(per_layer_buffers):
+        raise ValueError(f"{len(modes)} modes: expected {len(per_layer_buffers)}, one a layer")
     entries = [SegmentEntry(Mode.recompute, 0, 0, _NOTHING)] * depth
     offset = 0
-    for buffers in per_layer_buffers[depth:]:
+    for buffers, stored in zip(per_layer_buffers[depth:], modes[depth:], strict=True):
         length, checksum = _digest(buffers)
-        entries.append(SegmentEntry(mode, offset, length, checksum))
+        entries.append(SegmentEntry(stored, offset, length, checksum))
         offset += length
     return tuple(entries)
 
