@@ -20,7 +20,7 @@ from sgl_krul.codec import (
     encode_header,
     verify_segment,
 )
-from sgl_krul.codec.frame import RAW_PLAN
+from sgl_krul.codec.frame import CODED_PLANS, RAW_PLAN
 from sgl_krul.errors import Corrupt
 
 NOTHING = xxhash.xxh3_64_intdigest(b"")
@@ -28,10 +28,17 @@ TEXT = st.text(st.characters(min_codepoint=0x21, max_codepoint=0x7E), min_size=1
 BUFFERS = st.lists(st.binary(max_size=40), max_size=4)
 
 
+def fits(plan: str, depth: int) -> bool:
+    """Whether a plan id that is no coded plan's goes with so many layers that are not stored."""
+    return not plan.startswith(CODED_PLANS) and (plan != RAW_PLAN or not depth)
+
+
 @st.composite
 def headers(draw: st.DrawFn) -> ChunkHeader:
     depth = draw(st.integers(0, 4))
-    stored = st.sampled_from([mode for mode in Mode if mode is not Mode.recompute])
+    coded = draw(st.booleans())
+    kinds = [Mode.raw, Mode.quantized, Mode.shared] if coded else [*Mode][1:]
+    stored = st.sampled_from(kinds)
     parts = draw(
         st.lists(
             st.tuples(stored, st.integers(0, 1 << 30), st.integers(0, (1 << 64) - 1)),
@@ -41,8 +48,10 @@ def headers(draw: st.DrawFn) -> ChunkHeader:
     )
     entries = [SegmentEntry(Mode.recompute, 0, 0, NOTHING)] * depth
     offset = 0
+    if coded and [mode for mode, *_ in parts] == [Mode.shared]:
+        parts = [(Mode.quantized, *parts[0][1:])]  # a shared layer is never the only one
     for mode, length, checksum in parts:
-        length = max(length, int(mode is Mode.raw))
+        length = max(length, int(coded or mode is Mode.raw))
         entries.append(SegmentEntry(mode, offset, length, checksum))
         offset += length
     return ChunkHeader(
@@ -50,7 +59,7 @@ def headers(draw: st.DrawFn) -> ChunkHeader:
         last_page_hash=draw(TEXT),
         token_digest=draw(st.binary(min_size=32, max_size=32)).hex(),
         tokens=draw(st.integers(1, 1 << 20)),
-        plan_id=draw(TEXT.filter(lambda plan: plan != RAW_PLAN or not depth)),
+        plan_id=CODED_PLANS + draw(TEXT) if coded else draw(TEXT.filter(lambda plan: fits(plan, depth))),
         segments=tuple(entries),
     )
 

@@ -606,6 +606,7 @@ def test_a_bug_in_a_step_ends_that_restore_alone(tmp_path: Path) -> None:
     session = chat(4 * CHUNK_TOKENS)
     with open_site(tmp_path, FakeDevice(slice_s=0.001)) as site:
         site.pause(session)
+        learn(site, bytes_per_s=1e5, s_per_token=1e-6)
         site.device.bug = True
         answer = site.resume(session, Wish(target=TargetPlace.DEVICE, strategy=Strategy.half))
         assert "internal error: RuntimeError('a bug of the engine')" in answer["reason"]

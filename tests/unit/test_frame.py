@@ -229,6 +229,44 @@ def test_what_is_not_stored_has_no_bytes_and_comes_first(segments: list[list[obj
     assert caught.value.reason == "length"
 
 
+def test_layers_of_different_modes() -> None:
+    modes = [Mode.raw, Mode.quantized, Mode.shared]
+    entries = build_segments([[b"a"], [b"b", b"c"], [b"def"]], modes)
+    assert [(entry.mode, entry.offset, entry.length) for entry in entries] == [
+        (Mode.raw, 0, 1),
+        (Mode.quantized, 1, 2),
+        (Mode.shared, 3, 3),
+    ]
+    header = replace(HEADER, plan_id="k1-0123", segments=entries)
+    assert decode_header(encode_header(header)) == header
+    deeper = build_segments([[b"a"], [b"bc"], [b"def"]], modes, depth=2)
+    assert [entry.mode for entry in deeper] == [Mode.recompute, Mode.recompute, Mode.shared]
+    for wrong in ([], [Mode.raw], [*modes, Mode.raw]):
+        with pytest.raises(ValueError, match=f"{len(wrong)} modes: expected 3"):
+            build_segments([[b"a"], [b"bc"], [b"def"]], wrong)
+
+
+@pytest.mark.parametrize(
+    ("segments", "said"),
+    [
+        ([["lowrank", 0, 1, 2]], "segment 0: mode lowrank under a coded plan"),
+        ([["raw", 0, 1, 2], ["patch", 1, 1, 2]], "segment 1: mode patch under a coded plan"),
+        ([["predicted", 0, 1, 2]], "segment 0: mode predicted under a coded plan"),
+        ([["quantized", 0, 0, NOTHING]], "segment 0: mode quantized without bytes"),
+        ([["raw", 0, 1, 2], ["shared", 1, 0, NOTHING]], "segment 1: mode shared without bytes"),
+        ([["shared", 0, 1, 2]], "segment 0: mode shared, and no other layer is stored"),
+        (
+            [["recompute", 0, 0, NOTHING], ["shared", 0, 1, 2]],
+            "segment 1: mode shared, and no other layer is stored",
+        ),
+    ],
+)
+def test_what_no_coded_plan_stores(segments: list[list[object]], said: str) -> None:
+    with pytest.raises(Corrupt, match=said) as caught:
+        decode_header(seal({**fields(), "plan_id": "k1-0123", "segments": segments}))
+    assert caught.value.reason == "length"
+
+
 def test_a_header_of_the_greatest_size() -> None:
     entries = tuple(
         SegmentEntry(Mode.quantized, index << 20, 1 << 20, (1 << 64) - 1) for index in range(4096)
