@@ -32,7 +32,8 @@ MISS_REASONS = frozenset(
     }
 )
 _BREAKER_STATES = {"closed": 0, "half-open": 1, "open": 2}
-_OWN_LABELS = frozenset({"tier", "state", "reason", "le"})
+_OWN_LABELS = frozenset({"tier", "state", "reason", "outcome", "le"})
+_ROW_OUTCOMES = ("seen", "dropped")
 _NO_LABELS: Mapping[str, str] = MappingProxyType({})
 
 # A restore from memory takes milliseconds; the longest hold that anybody configures, about a minute.
@@ -98,6 +99,13 @@ class MetricsSink(Protocol):
     def paused(self, tier: str, seconds: float, bytes_written: int) -> None:
         """A pause into `tier` was confirmed."""
 
+    def estimated(self, outcome: str, rows: int) -> None:
+        """So many sampled rows of attention were "seen" (they are in an estimate) or "dropped".
+
+        Raises:
+            ValueError: another text as `outcome`; nothing was changed.
+        """
+
 
 class NoMetrics:
     """A MetricsSink of a server that was started without --enable-metrics."""
@@ -126,6 +134,9 @@ class NoMetrics:
         pass
 
     def paused(self, tier: str, seconds: float, bytes_written: int) -> None:
+        pass
+
+    def estimated(self, outcome: str, rows: int) -> None:
         pass
 
 
@@ -166,6 +177,8 @@ class Metrics:
         # A series that begins at 1 has no rate until it grows again.
         for reason in sorted(MISS_REASONS):
             self._misses.labels(**self._labels, reason=reason)
+        for outcome in _ROW_OUTCOMES:
+            self._estimator_rows.labels(**self._labels, outcome=outcome)
         for counter in (self._hits, self._restored_tokens, self._recomputed_tokens):
             self._plain(counter)
 
@@ -224,6 +237,11 @@ class Metrics:
         self._pause_seconds.labels(**self._labels, tier=tier).observe(seconds)
         self._bytes_written.labels(**self._labels, tier=tier).inc(bytes_written)
 
+    def estimated(self, outcome: str, rows: int) -> None:
+        if outcome not in _ROW_OUTCOMES:
+            raise ValueError(f"outcome {outcome!r}: expected one of {', '.join(_ROW_OUTCOMES)}")
+        self._estimator_rows.labels(**self._labels, outcome=outcome).inc(rows)
+
     # ---- making them ----
 
     def _make_gauges(self) -> None:
@@ -257,6 +275,9 @@ class Metrics:
         )
         self._bytes_written = self._counter(
             "krul_bytes_written", "What pauses wrote to the tier (bytes).", "tier"
+        )
+        self._estimator_rows = self._counter(
+            "krul_estimator_rows", "Rows of attention that were sampled for estimates (rows).", "outcome"
         )
 
     def _gauge(self, name: str, text: str, own_label: str) -> Gauge:

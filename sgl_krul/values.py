@@ -24,6 +24,7 @@ __all__ = [
     "format_size",
     "fraction_leaf",
     "home",
+    "level_leaf",
     "parse_duration",
     "parse_size",
     "path_leaf",
@@ -223,6 +224,21 @@ def fraction_leaf(*, zero: bool = False) -> dict[str, Leaf]:
         return float(value)
 
     return {"leaf": Leaf(read, "a number from 0 to 1" if zero else "a number above 0, at most 1")}
+
+
+def level_leaf(*names: str) -> dict[str, Leaf]:
+    """One of the names, or a number of at least 0."""
+
+    def read(value: object, environ: Mapping[str, str]) -> str | float:
+        if isinstance(value, str):
+            if value not in names:
+                raise ValueError("not one of them")
+            return value
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
+            raise ValueError("not such a number")
+        return float(value)
+
+    return {"leaf": Leaf(read, f"one of {', '.join(names)}, or a number of at least 0")}
 
 
 def flag_leaf() -> dict[str, Leaf]:

@@ -16,6 +16,7 @@ from sgl_krul.layout import KvLayout, namespace
 from sgl_krul.pause.pipeline import PauseReport, Snapshot, write_session
 from sgl_krul.service import SessionService
 from sgl_krul.service.agreement import Agreement
+from sgl_krul.service.estimates import Estimates
 from sgl_krul.session.record import SessionKey, page_key
 from sgl_krul.store.memory import MemoryTier
 from sgl_krul.store.placement import Policy
@@ -249,6 +250,7 @@ def make_service(
     clock: Callable[[], float] = time.monotonic,
     now: Callable[[], float] = time.time,
     ranks: Agreement | None = None,
+    estimates: Estimates | None = None,
 ) -> SessionService:
     """A service over the test's own tiers."""
     store = TieredStore(tier, shared, policy=rules or policy())
@@ -264,6 +266,7 @@ def make_service(
         clock=clock,
         now=now,
         ranks=ranks,
+        estimates=estimates,
     )
 
 

@@ -23,6 +23,7 @@ __all__ = [
     "ResumeRequest",
     "ResumeResult",
     "SessionInfo",
+    "SimilarityInfo",
     "TierInfo",
 ]
 
@@ -64,6 +65,20 @@ class ResumeRequest(_Request):
     )
 
 
+class SimilarityInfo(BaseModel):
+    """How alike the layers attend in a session, as far as rows of attention were sampled."""
+
+    rows: int = Field(description="Rows in the estimate, those of earlier turns and servers included.")
+    dropped: int = Field(description="Rows that were to be sampled too, and for which there was no room.")
+    dropped_share: float = Field(description="Part of all planned rows that was dropped, 0 to 1.")
+    waiting: int = Field(description="Rows that are being computed.")
+    ir_mass: list[float] = Field(
+        description="Of each layer, the share of its attention on the first and the last 10% of the tokens; "
+        "empty while there are no rows."
+    )
+    ir_layers: list[int] = Field(description="Layers with at least estimator.gamma of it there.")
+
+
 class SessionInfo(BaseModel):
     """One session. `stale`: stored for other weights, dtype or page size; it can't be resumed here."""
 
@@ -77,7 +92,19 @@ class SessionInfo(BaseModel):
     bytes_raw: int = Field(description="Bytes of that KV as it lies on the device.")
     bytes_stored: int = Field(description="Bytes it takes in the tier.")
     layer_plan: str = Field(
-        default="raw", description='"raw": every layer is stored; "paper": the first layers are recomputed.'
+        default="raw",
+        description='"raw": every layer is stored as it is; "paper": the first layers are recomputed; '
+        "else the name of the plan that layers are coded under.",
+    )
+    layer_modes: list[str] = Field(
+        default_factory=list,
+        description='How each layer is coded: "raw", "quantized/int8", "shared/merged of 4" and so on; empty '
+        "where nothing is.",
+    )
+    expected_loss: float = Field(
+        default=0.0,
+        description="By that coding: the mean squared relative error of the layers' attention output, on the "
+        "session's own queries.",
     )
     tier: str = Field(description='"device" while active, else the fastest place that has it: see `tiers`.')
     tiers: list[str] = Field(
@@ -94,6 +121,9 @@ class SessionInfo(BaseModel):
     )
     corrupt_chunks: int = Field(description="Stored chunks found damaged since the server started.")
     last_used: float = Field(description="Unix seconds.")
+    similarity: SimilarityInfo | None = Field(
+        default=None, description="With the estimator on: what it found in this session's attention."
+    )
 
 
 class PauseResult(SessionInfo):

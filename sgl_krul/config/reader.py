@@ -20,6 +20,7 @@ import yaml
 from sgl_krul.config.tree import (
     ChunkConfig,
     Config,
+    EstimatorConfig,
     LinkConfig,
     MemoryConfig,
     PauseConfig,
@@ -53,6 +54,7 @@ _SECTIONS: dict[str, type[Any]] = {
     "session": SessionConfig,
     "restore": RestoreConfig,
     "pause": PauseConfig,
+    "estimator": EstimatorConfig,
     "link": LinkConfig,
 }
 _SECRET = {
@@ -117,11 +119,33 @@ def _check_together(config: Config, source: str) -> None:
             f"{source}: link.tier: {config.link.tier!r} cannot be used without the section of that name: add "
             "it, or leave the section link out."
         )
+    _check_quality(config, source)
     low, high = config.placement.low_watermark, config.placement.high_watermark
     if low > high:
         raise ConfigError(
             f"{source}: placement.low_watermark: {low:g} cannot be used: expected at most "
             f"placement.high_watermark, which is {high:g}. Correct one, or leave both out for the defaults."
+        )
+
+
+def _check_quality(config: Config, source: str) -> None:
+    level = config.quality.level
+    if not config.quality.codes:
+        return
+    if not config.estimator.enabled:
+        raise ConfigError(
+            f"{source}: quality.level: {level!r} cannot be used without the estimator, which has the queries "
+            "that codings are judged by: set estimator.enabled to true, or choose exact."
+        )
+    if config.restore.strategy == "paper":
+        raise ConfigError(
+            f"{source}: quality.level: {level!r} cannot be used with restore.strategy paper, which leaves "
+            "out layers that others may be coded on: choose another strategy, or exact."
+        )
+    if config.quality.share > 0.5:
+        raise ConfigError(
+            f"{source}: quality.share: {config.quality.share:g} cannot be used: expected at most 0.5, one "
+            "layer of each pair. Correct it, or leave it out for the default."
         )
 
 

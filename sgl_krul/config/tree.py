@@ -17,6 +17,7 @@ from sgl_krul.values import (
     duration_leaf,
     flag_leaf,
     fraction_leaf,
+    level_leaf,
     path_leaf,
     read_size,
     size_leaf,
@@ -25,26 +26,34 @@ from sgl_krul.values import (
 
 __all__ = [
     "ChunkConfig",
+    "CodingMethod",
     "Config",
+    "EstimatorConfig",
     "FsyncPolicy",
     "LinkConfig",
     "MemoryConfig",
     "PauseConfig",
     "PlacementConfig",
+    "QualityConfig",
     "RedisConfig",
     "Replicate",
     "RestoreConfig",
     "RestoreStrategy",
     "SessionConfig",
+    "SharingKind",
     "SsdConfig",
     "TenantRuleConfig",
     "TenantsConfig",
+    "WindowKind",
     "default_ssd_path",
 ]
 
 FsyncPolicy = Literal["always", "commit", "never"]
 Replicate = Literal["ssd", "redis", "both"]
 RestoreStrategy = Literal["optimal", "load", "recompute", "half", "paper"]
+CodingMethod = Literal["auto", "krul", "fixed", "int8", "int4"]
+SharingKind = Literal["merged", "raw"]
+WindowKind = Literal["relative", "absolute"]
 _MAX_CHUNK_TOKENS = 1 << 20  # what a chunk header can say
 
 
@@ -226,6 +235,46 @@ class PauseConfig:
 
 
 @dataclass(frozen=True)
+class EstimatorConfig:
+    """How alike the layers attend in each session, from sampled rows of attention. `budget_bytes`: what
+    queries, and the rows they are made into, hold together at most; `windows`: which tokens are the first and
+    the last 10%, of each row's own context or of the whole history; `gamma`: from which mass on them a layer
+    is I-R.
+    """
+
+    enabled: bool = field(default=False, metadata=flag_leaf())
+    rows_per_1000: int = field(default=8, metadata=count_leaf(at_most=1000))
+    budget_bytes: int = field(default=128 << 20, metadata=size_leaf(at_least=1 << 20))
+    windows: WindowKind = field(default="relative", metadata=choice_leaf("relative", "absolute"))
+    gamma: float = field(default=0.5, metadata=fraction_leaf(zero=True))
+
+
+@dataclass(frozen=True)
+class QualityConfig:
+    """What a session may lose when it is stored: `level` names the loss budget, or is it. `method`: what is
+    tried; `share`, `gamma`, `sharing`: of the pairs of layers that some methods make. A pause prices what is
+    tried on the leading `tokens` of the session, `deadline_s` long at most, with queries of which
+    `queries_bytes` are kept for all sessions together.
+    """
+
+    level: str | float = field(default="exact", metadata=level_leaf("exact", "high", "balanced", "small"))
+    method: CodingMethod = field(
+        default="auto", metadata=choice_leaf("auto", "krul", "fixed", "int8", "int4")
+    )
+    share: float = field(default=0.5, metadata=fraction_leaf())
+    gamma: float = field(default=0.5, metadata=fraction_leaf(zero=True))
+    sharing: SharingKind = field(default="merged", metadata=choice_leaf("merged", "raw"))
+    tokens: int = field(default=2048, metadata=count_leaf(step=16, at_most=1 << 16))
+    deadline_s: float = field(default=5.0, metadata=duration_leaf(at_least_s=0.1, at_most_s=600))
+    queries_bytes: int = field(default=256 << 20, metadata=size_leaf(at_least=1 << 20))
+
+    @property
+    def codes(self) -> bool:
+        """Whether anything may be coded."""
+        return self.level not in ("exact", 0.0)
+
+
+@dataclass(frozen=True)
 class LinkConfig:
     """A link emulated before a tier, for tests and benchmarks: reads take as long as over it. The keys are
     those of store.link.LinkTier.
@@ -255,4 +304,6 @@ class Config:
     session: SessionConfig = field(default_factory=SessionConfig)
     restore: RestoreConfig = field(default_factory=RestoreConfig)
     pause: PauseConfig = field(default_factory=PauseConfig)
+    quality: QualityConfig = field(default_factory=QualityConfig)
+    estimator: EstimatorConfig = field(default_factory=EstimatorConfig)
     link: LinkConfig | None = None

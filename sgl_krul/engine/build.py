@@ -16,6 +16,7 @@ from sglang.srt.runtime_context import get_observability, get_parallel, get_serv
 from sgl_krul.config import Config, cache_home
 from sgl_krul.engine.cache import KrulCache
 from sgl_krul.engine.control import SessionControl
+from sgl_krul.engine.estimates_build import open_estimates
 from sgl_krul.engine.identity import Identity, model_settings
 from sgl_krul.engine.linker import KrulLinker
 from sgl_krul.engine.pool import KvPages, read_layout
@@ -46,7 +47,7 @@ def build_cache(ctx: Any, config: Config) -> KrulCache:
     """Build the cache for SGLang's `TreeCacheBuildContext`.
 
     Raises:
-        UnsupportedServer: a model whose KV can't be stored.
+        UnsupportedServer: a model whose KV can't be stored, or (with the estimator on) not estimated.
         StoreUnavailable: the store directory can't be used.
     """
     cache: KrulCache = create_unified_radix_cache(ctx, cache_class=KrulCache)
@@ -84,6 +85,10 @@ def build_cache(ctx: Any, config: Config) -> KrulCache:
     cache.init_cache_linker(linker)
     pool.register_layer_transfer_counter(linker.layer_done_counter)
     ctx.tp_worker.register_hicache_layer_transfer_counter(linker.layer_done_counter)
+    metrics = _metrics()
+    estimates = open_estimates(
+        config.estimator, config.quality, cache, linker, layout, ctx.tp_worker.model_runner, metrics
+    )
     service = SessionService(
         config,
         layout,
@@ -92,9 +97,10 @@ def build_cache(ctx: Any, config: Config) -> KrulCache:
         open_store(config),
         cache.page_hashes,
         read_archive_key(config, cache_home(os.environ)),
-        _metrics(),
+        metrics,
         rates=_rates(config, layout, namespace, linker.pages.device),
         ranks=ranks,
+        estimates=estimates,
     )
     recomputer = Recomputer(ctx.tp_worker.model_runner, layout)
     device = EngineDevice(cache, linker.pages, recomputer)

@@ -39,6 +39,9 @@ class KrulCache(UnifiedRadixCache):
     on_first_token: Callable[[SessionKey], None] | None = None
     on_step: Callable[[], None] | None = None
     on_reset: Callable[[], None] | None = None
+    on_rows: Callable[[str, SessionKey, array[int]], None] | None = None
+    on_rejected: Callable[[str], None] | None = None
+    row_probe: Any = None
     krul_control: Any = None
     epoch = 0  # counts flushes: a lock taken in an earlier epoch is gone
 
@@ -47,7 +50,8 @@ class KrulCache(UnifiedRadixCache):
         super().checkpoint_into_tree(req, up_to=up_to, **kwargs)
         if self.on_finished is None or req.session_id is None:
             return
-        key, private = caller_key(SessionKey(req.session_id, req.cache_salt or None, req.extra_key or None))
+        in_cache = SessionKey(req.session_id, req.cache_salt or None, req.extra_key or None)
+        key, private = caller_key(in_cache)
         if self.on_first_token is not None and len(req.output_ids) == 1:
             self.on_first_token(key)
         if not req.finished():
@@ -56,6 +60,10 @@ class KrulCache(UnifiedRadixCache):
         if not (aborted and req.finished_reason.status_code):  # rejected: SGLang ran a stand-in of one token
             token_ids = array("q", req.full_untruncated_fill_ids[:up_to])
             self.on_finished(key, token_ids, self.get_last_hash_value(req.last_node), aborted, private)
+            if self.on_rows is not None:
+                self.on_rows(req.rid, in_cache, token_ids)
+        elif self.on_rejected is not None:
+            self.on_rejected(req.rid)
 
     def check_hicache_events(self) -> None:
         """Called by the scheduler in every round."""

@@ -17,6 +17,7 @@ __all__ = [
     "SGLANG_VERSION",
     "Hook",
     "apply_hooks",
+    "apply_late_hooks",
     "require_flags",
     "require_hooks",
     "require_version",
@@ -142,6 +143,19 @@ def apply_hooks(hooks: list[Hook]) -> None:
 
     for target, kind, function in hooks:
         HookRegistry.register(target, function, HookType[kind])
+
+
+def apply_late_hooks(hooks: list[Hook]) -> None:
+    """Hook now, in a process whose plugins have all run: for what only a configuration asks for.
+
+    Raises:
+        UnsupportedServer: naming the targets that were not hooked.
+    """
+    from sglang.srt.plugins.hook_registry import HookRegistry
+
+    apply_hooks(hooks)
+    HookRegistry.apply_hooks()  # leaves alone what is hooked already
+    require_hooks(hooks)
 
 
 def require_hooks(hooks: list[Hook]) -> None:

@@ -124,6 +124,11 @@ class SessionControl:
         return self.service.working or self._linker.write_through.pending > 0
 
     @property
+    def estimating(self) -> bool:
+        """True while the estimator needs the interpreter. Nobody waits for it."""
+        return self.service.estimates.working
+
+    @property
     def computing(self) -> bool:
         """True while a restore has something to compute in the next round: no time to nap."""
         return self.service.computing

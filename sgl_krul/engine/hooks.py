@@ -11,14 +11,22 @@ from pathlib import Path
 from typing import Any
 
 from sgl_krul.config import Config, resolve_config
-from sgl_krul.engine.compat import BACKEND, Hook, apply_hooks, require_flags, require_hooks, require_version
+from sgl_krul.engine.compat import (
+    BACKEND,
+    Hook,
+    apply_hooks,
+    apply_late_hooks,
+    require_flags,
+    require_hooks,
+    require_version,
+)
 from sgl_krul.engine.frontend import FrontEnd
 from sgl_krul.engine.messages import KrulControlReqInput, KrulControlReqOutput, register_messages
 from sgl_krul.engine.request import refuse_private_keys
 from sgl_krul.service.places import check_places
 from sgl_krul.service.share import check_share
 
-__all__ = ["create_cache", "register"]
+__all__ = ["create_cache", "probe_hooks", "register"]
 
 _SOON_TOKENS = 256
 
@@ -82,6 +90,17 @@ def _hooks(make_router: MakeRouter | None = None) -> list[Hook]:
     return hooks
 
 
+def probe_hooks(probe: Any) -> list[Hook]:
+    """The hooks of a `RowProbe`. Not applied where the estimator is off: nothing is wrapped there."""
+    forward_batch = "sglang.srt.model_executor.forward_batch_info.ForwardBatch"
+    attention = "sglang.srt.layers.attention.base_attn_backend.AttentionBackend"
+    return [
+        (f"{forward_batch}.init_new", "AFTER", probe.after_init_new),
+        ("sglang.srt.model_executor.model_runner.ModelRunner.forward", "AROUND", probe.around_forward),
+        (f"{attention}.forward", "AROUND", probe.around_attention),
+    ]
+
+
 # ---- scheduler process ----
 
 
@@ -98,7 +117,10 @@ def create_cache(ctx: Any) -> Any:
     require_version()
     require_flags(ctx.server_args)
     require_hooks(_hooks())
-    return build_cache(ctx, _config(get_memory().unified_cache_external_linker_config))
+    cache = build_cache(ctx, _config(get_memory().unified_cache_external_linker_config))
+    if cache.row_probe is not None:
+        apply_late_hooks(probe_hooks(cache.row_probe))
+    return cache
 
 
 def after_scheduler_init(_result: None, scheduler: Any, *_args: Any, **_kwargs: Any) -> None:
@@ -123,7 +145,7 @@ def after_scheduler_init(_result: None, scheduler: Any, *_args: Any, **_kwargs: 
 def after_on_idle(_result: None, scheduler: Any) -> None:
     """While workers run, an idle scheduler naps between its rounds instead of holding the interpreter."""
     control = _control(scheduler)
-    if control is not None and control.working and not control.computing:
+    if control is not None and (control.working or control.estimating) and not control.computing:
         control.nap()
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import msgspec
@@ -77,6 +77,7 @@ class Snapshot:
 
     `exact`: the KV is what the model made. False for a session that lives in its private namespace; memory
     has its pages under `private_hashes` then, and what is stored of it is never taken for exact.
+    `statistics` go into the manifest as they are; without any, those of the pause before stay.
     """
 
     namespace: str
@@ -87,6 +88,7 @@ class Snapshot:
     token_ids: Sequence[int]
     page_hashes: tuple[str, ...]
     exact: bool = True
+    statistics: bytes = b""
     private_hashes: tuple[str, ...] | None = None
 
     @property
@@ -163,6 +165,7 @@ def write_session(
     generation: int = 1,
     depths: Depths | None = None,
     plan: LayerPlan | None = None,
+    loss: float = 0.0,
 ) -> PauseReport:
     """Pause one session into `tier`. Blocks on I/O: call it from a worker.
 
@@ -173,7 +176,7 @@ def write_session(
     it is, and so does a whole one; those after it are then stored no deeper.
     `plan`: how layers are coded; None stores them raw, and so does a plan of raw layers. What an earlier
     pause stored under another plan stays as it is, unless all is to be exact: coding what was decoded would
-    lose twice.
+    lose twice. `loss`: what the session is expected to lose by it.
 
     Raises:
         ValueError: `depths` gives other than a number of layers for each chunk, or rising ones; or there are
@@ -190,6 +193,7 @@ def write_session(
         previous = landing.previous
         if previous is not None:
             generation = max(generation, previous.generation + 1)
+            loss = previous.loss if plan is None else loss
         plans = plan_chunks(snapshot, previous, chunk_pages, coded=plan is not None)
         wanted = _wanted_depths(plans, depths, snapshot.layout.layers)
         deepest = 0 if depths is None else snapshot.layout.layers
@@ -202,7 +206,9 @@ def write_session(
             if ref is None:
                 break
             chunks.append(ref)
-        manifest = _manifest(snapshot, generation, chunks, _plans(plan, previous), now())
+        if previous is not None:
+            snapshot = replace(snapshot, statistics=snapshot.statistics or previous.statistics)
+        manifest = _manifest(snapshot, generation, chunks, _plans(plan, previous), loss, now())
         landing.commit(manifest)
     return PauseReport(
         manifest=manifest,
@@ -333,6 +339,7 @@ def _manifest(
     generation: int,
     chunks: list[ChunkRef],
     plans: Mapping[str, LayerPlan],
+    loss: float,
     paused_at: float,
 ) -> Manifest:
     manifest = Manifest(
@@ -351,5 +358,7 @@ def _manifest(
         stored_bytes=sum(chunk.bytes for chunk in chunks),
         paused_at=paused_at,
         plans=plans_used(plans, chunks),
+        loss=loss if any(chunk.plan_id for chunk in chunks) else 0.0,
+        statistics=snapshot.statistics,
     )
     return msgspec.structs.replace(manifest, raw_bytes=manifest.stored_tokens * snapshot.layout.token_bytes)

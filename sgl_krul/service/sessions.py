@@ -22,6 +22,7 @@ from sgl_krul.service.agreement import Agreement, Alone
 from sgl_krul.service.calibration import Calibration
 from sgl_krul.service.copies import StoredCopies
 from sgl_krul.service.counters import Counters
+from sgl_krul.service.estimates import Estimates, NoEstimates
 from sgl_krul.service.exchange import Exchange
 from sgl_krul.service.jobs import Body, Job, Jobs, Reply
 from sgl_krul.service.moves import Moves
@@ -60,10 +61,12 @@ class SessionService:
         now: Callable[[], float] = time.time,
         ranks: Agreement | None = None,
         rates: RateBook | None = None,
+        estimates: Estimates | None = None,
     ) -> None:
         self.ranks = Alone() if ranks is None else ranks
         self.registry = Registry()
         self.counters = Counters()
+        self.estimates = NoEstimates() if estimates is None else estimates
         self.memory = memory
         self.store = store
         self.layout = layout
@@ -95,6 +98,7 @@ class SessionService:
             now,
         )
         self._transfers.depths = self.resumes.plans.depths
+        self._transfers.judge_by(self.estimates)
         self.calibration = Calibration(
             store.tiers,
             self.resumes.plans,
@@ -176,6 +180,7 @@ class SessionService:
         self.namespace = namespace
         self.resumes.cancel_all("the weights changed")
         self.memory.clear()
+        self.estimates.start_over()
         self._upkeep.start_over(namespace)
         for session in self.registry:
             session.token_ids, session.end_hash, session.branches = array("q"), None, []
@@ -281,7 +286,7 @@ class SessionService:
                 self._upkeep.rests(snapshot)
         self.counters.pauses += 1
         report = written.report
-        return describe(session) | {
+        return self.describe(session) | {
             "already_paused": False,
             "device_tokens_freed": freed,
             "chunks_written": report.chunks_written if report is not None else 0,
@@ -326,6 +331,7 @@ class SessionService:
             freed_bytes = future.result()
             freed_tokens = settle()
             self.registry.delete(session)
+            self.estimates.forget(session.digest)
             self.resumes.plans.forget(session.digest)
             return {
                 "session_id": session.session_id,
@@ -340,11 +346,12 @@ class SessionService:
 
     def describe(self, session: Session) -> Body:
         """The session as the API shows it."""
-        return describe(session)
+        return describe(session) | {"similarity": self.estimates.describe(session.digest)}
 
     def overview(self) -> Body:
         """All sessions, the tiers and the counters."""
-        return overview(self.registry, self.memory, self.store, self.counters, self.namespace)
+        sessions = [self.describe(session) for session in self.registry]
+        return overview(sessions, self.memory, self.store, self.counters, self.namespace)
 
     def poll(self) -> None:
         """Answer what the workers are done with, and begin what is due. Never blocks."""
@@ -361,6 +368,7 @@ class SessionService:
         self._upkeep.close()
         self.exchange.close()
         self._pausers.close()
+        self.estimates.close()
         self.calibration.close()
         self.resumes.close()
         self._transfers.close()

@@ -22,6 +22,7 @@ def check_share(config: Config, size: int) -> None:
         "redis": config.redis is not None,
         "session.ttl_s": config.session.ttl_s > 0,
         "placement.memory_max_bytes": config.placement.memory_max_bytes > 0,
+        "estimator.enabled": config.estimator.enabled,  # a row is the mean of heads that lie on all ranks
     }
     for key, is_set in refused.items():
         if is_set:

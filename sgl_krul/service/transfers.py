@@ -15,9 +15,11 @@ from sgl_krul.pause.memory_only import keep_in_memory
 from sgl_krul.pause.pipeline import Depths, PageSource, PauseReport, Snapshot, write_session
 from sgl_krul.restore.pipeline import Restorer, RestoreReport
 from sgl_krul.service.copies import Found, StoredCopies, goes_on
+from sgl_krul.service.estimates import Estimates, NoEstimates
 from sgl_krul.service.isolation import Isolation, under_names
 from sgl_krul.service.mover import Stopped
 from sgl_krul.service.prepared import Prepared
+from sgl_krul.service.quality import QualityPlanner
 from sgl_krul.session.record import SessionKey, manifest_key, pack_tokens, page_key, session_prefix
 from sgl_krul.session.registry import MEMORY, PausedCopy
 from sgl_krul.store.memory import MemoryTier
@@ -74,10 +76,16 @@ class Transfers:
         self._metrics = metrics
         self._clock = clock
         self._now = now
+        self.judge_by(NoEstimates())
         # Twice what one session uses: one that waits for a slow disk does not stop the next.
         self._loaders = Workers("load", 2 * config.restore.workers)
         # Apart, so that sessions of the own disk don't queue behind those that wait for a network.
         self._remote_loaders = Workers("load-shared", max(2 * config.restore.workers, _REMOTE_LOADERS))
+
+    def judge_by(self, estimates: Estimates) -> None:
+        """From whom pauses have statistics, and what they judge codings by."""
+        self._estimates = estimates
+        self._quality = QualityPlanner(self._config.quality, self._layout, estimates, self._clock)
 
     # ---- pause ----
 
@@ -139,6 +147,9 @@ class Transfers:
     def _write_to_tiers(
         self, snapshot: Snapshot, source: PageSource, replaced: PausedCopy | None, moment: float
     ) -> Written:
+        # As late as may be, and once for all tiers: rows of the last turn may have ended meanwhile.
+        snapshot = replace(snapshot, statistics=self._estimates.statistics(snapshot.digest))
+        plan = self._quality.plan(snapshot, source, self._config.chunk.tokens)
         size = len(snapshot.page_hashes) * self._layout.page_bytes
         kept = replaced if replaced is not None and replaced.namespace == snapshot.namespace else None
         held = {} if kept is None else dict.fromkeys(kept.tiers, kept.stored_bytes)
@@ -160,6 +171,8 @@ class Transfers:
                         now=lambda: moment,
                         generation=generation,
                         depths=self.depths(tier.name, self._layout),
+                        plan=None if plan is None else plan.layer_plan,
+                        loss=0.0 if plan is None else plan.loss,
                     )
             except StoreError as error:
                 failed[tier.name] = error
@@ -340,6 +353,7 @@ class Transfers:
             report.end("corrupt", "corrupt manifest (identity: a layer plan of another number of layers)")
         else:
             report.manifest = found.manifest
+            self._estimates.goes_on(found.manifest)
         return report
 
     def _settle_tiers(

@@ -6,7 +6,7 @@ from dataclasses import asdict
 
 from sgl_krul.service.counters import Counters
 from sgl_krul.service.jobs import Body
-from sgl_krul.session.registry import MEMORY, Registry, Session, State
+from sgl_krul.session.registry import MEMORY, Session, State
 from sgl_krul.store.memory import MemoryTier
 from sgl_krul.store.tiered import TieredStore
 
@@ -33,18 +33,20 @@ def describe(session: Session) -> Body:
         "exact": session.exact,
         "lossy_since": session.private,
         "layer_plan": paused.layer_plan if paused else "raw",
+        "layer_modes": list(paused.layer_modes) if paused else [],
+        "expected_loss": paused.loss if paused else 0.0,
         "corrupt_chunks": session.corrupt_chunks,
         "last_used": session.last_used,
     }
 
 
 def overview(
-    registry: Registry, memory: MemoryTier, store: TieredStore, counters: Counters, namespace: str
+    sessions: list[Body], memory: MemoryTier, store: TieredStore, counters: Counters, namespace: str
 ) -> Body:
-    """All sessions, the tiers and the counters."""
+    """All sessions (as described), the tiers and the counters."""
     usage = {memory.name: memory.usage()} | store.usage()
     return {
-        "sessions": [describe(session) for session in registry],
+        "sessions": sessions,
         "tiers": {
             name: tier._asdict() | {"breaker": store.breaker_state(name)} for name, tier in usage.items()
         },

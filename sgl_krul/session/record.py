@@ -43,6 +43,8 @@ MAX_TOKENS = 1 << 27
 _MAX_GENERATION = 1 << 40
 _MAX_BYTES = 1 << 60
 _MAX_LAYERS = 4096
+_MAX_STATISTICS = 1 << 27  # what _MAX_LAYERS make
+_MAX_LOSS = 1e9
 _MAX_PAUSED_AT = 1e11  # seconds; the year 5138
 _CHUNK_NAME = re.compile(r"g[0-9]{8,}-[cl][0-9]{6,}")
 
@@ -173,11 +175,13 @@ class ChunkRef(msgspec.Struct, frozen=True, array_like=True):
         return self.plan_id or ("paper" if self.depth else "raw")
 
 
-class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
     """The record of a paused session; writing it is what makes the pause true (invariant 2).
 
     `token_ids` are all tokens of the session's last finished request (little-endian int32), of which the
     first `stored_tokens` have their KV in `chunks`; the rest is recomputed when the session goes on.
+    `statistics`: the estimate of how alike the layers attend (`similarity.Similarity`), b"" for none. Whoever
+    uses it checks it: a damaged one is a session without an estimate.
     """
 
     version: int
@@ -195,6 +199,8 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     stored_bytes: int
     paused_at: float
     plans: tuple[bytes, ...] = ()
+    loss: float = 0.0
+    statistics: bytes = b""
 
     @property
     def tokens(self) -> int:
@@ -217,6 +223,16 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     def layer_plan(self) -> str:
         """The plan of the chunks; of several the last that is not "raw"."""
         return next((chunk.plan_name for chunk in reversed(self.chunks) if chunk.plan_name != "raw"), "raw")
+
+    @property
+    def layer_modes(self) -> tuple[str, ...]:
+        """How each layer of the last coded chunk is stored, as "mode/variant", a partner's with its owner;
+        empty where nothing is coded.
+        """
+        plan = self.layer_plans.get(self.layer_plan)
+        if plan is None:
+            return ()
+        return tuple(str(c) if c.owner is None else f"{c} of {c.owner}" for c in plan.choices)
 
     @property
     def layer_plans(self) -> dict[str, LayerPlan]:
@@ -311,8 +327,12 @@ def _wrong_numbers(manifest: Manifest) -> str | None:
         return f"generation {manifest.generation}"
     if not 0 <= manifest.raw_bytes <= _MAX_BYTES or not 0 <= manifest.stored_bytes <= _MAX_BYTES:
         return f"raw_bytes {manifest.raw_bytes}, stored_bytes {manifest.stored_bytes}"
+    if not 0 <= manifest.loss <= _MAX_LOSS:  # nor NaN
+        return f"a loss of {manifest.loss}"
     if not 0 <= manifest.paused_at <= _MAX_PAUSED_AT:  # nor NaN
         return f"paused at {manifest.paused_at} s"
+    if len(manifest.statistics) > _MAX_STATISTICS:
+        return f"{len(manifest.statistics)} bytes of statistics"
     return None
 
 

@@ -47,6 +47,8 @@ class PausedCopy:
     exact: bool
     paused_at: float
     layer_plan: str = "raw"
+    layer_modes: tuple[str, ...] = ()
+    loss: float = 0.0
 
     @classmethod
     def of(cls, manifest: Manifest, *tiers: str) -> PausedCopy:
@@ -62,6 +64,8 @@ class PausedCopy:
             exact=manifest.exact,
             paused_at=manifest.paused_at,
             layer_plan=manifest.layer_plan,
+            layer_modes=manifest.layer_modes,
+            loss=manifest.loss,
         )
 
     @classmethod

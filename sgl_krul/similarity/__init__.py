@@ -5,13 +5,16 @@ from __future__ import annotations
 from sgl_krul.similarity.estimator import Estimator
 from sgl_krul.similarity.gram import Floats, Similarity, Windows
 from sgl_krul.similarity.job import KeySource, RowCounts, RowJob
+from sgl_krul.similarity.query_keep import KeptQueries, QueryKeep
 from sgl_krul.similarity.rows import attention_rows
 from sgl_krul.similarity.sampling import sampled_positions
 
 __all__ = [
     "Estimator",
     "Floats",
+    "KeptQueries",
     "KeySource",
+    "QueryKeep",
     "RowCounts",
     "RowJob",
     "Similarity",

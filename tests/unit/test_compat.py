@@ -12,9 +12,16 @@ import pytest
 with warnings.catch_warnings():
     # SGLang and the packages under it warn while they are imported on a CPU.
     warnings.simplefilter("ignore")
+    from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
     from sglang.srt.server_args import ServerArgs
 
-from sgl_krul.engine.compat import SGLANG_VERSION, require_flags, require_hooks, require_version
+from sgl_krul.engine.compat import (
+    SGLANG_VERSION,
+    apply_late_hooks,
+    require_flags,
+    require_hooks,
+    require_version,
+)
 from sgl_krul.errors import UnsupportedServer
 
 # Argument -> (flag, a value it may have, one that is refused)
@@ -83,6 +90,24 @@ def test_another_version_is_refused_naming_both(version: str) -> None:
     text = str(caught.value)
     assert f"sglang {version} is installed, sgl-krul needs {SGLANG_VERSION}" in text
     assert f"pip install sglang=={SGLANG_VERSION}" in text
+
+
+def test_a_late_hook_wraps_at_once_and_one_that_cannot_is_named() -> None:
+    from sglang.srt.plugins.hook_registry import HookRegistry
+
+    target = "sglang.srt.layers.attention.base_attn_backend.AttentionBackend.get_cuda_graph_seq_len_fill_value"
+    before = AttentionBackend.get_cuda_graph_seq_len_fill_value
+    known = {name: list(hooks) for name, hooks in HookRegistry._hooks.items()}
+    try:
+        apply_late_hooks([(target, "AROUND", lambda original, *_args: "wrapped")])
+        assert AttentionBackend.get_cuda_graph_seq_len_fill_value(object()) == "wrapped"
+        with pytest.raises(UnsupportedServer, match=r"sglang\.srt\.nowhere\.Class\.method"):
+            apply_late_hooks([("sglang.srt.nowhere.Class.method", "AFTER", print)])
+    finally:
+        AttentionBackend.get_cuda_graph_seq_len_fill_value = before  # type: ignore[method-assign]
+        HookRegistry._hooks.clear()
+        HookRegistry._hooks.update(known)
+        HookRegistry._patched.discard(target)
 
 
 def test_a_hook_that_was_not_applied_is_named() -> None:

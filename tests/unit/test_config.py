@@ -91,6 +91,13 @@ def test_defaults() -> None:
             "rates_file": None,
         },
         "pause": {"workers": 1},
+        "estimator": {
+            "enabled": False,
+            "rows_per_1000": 8,
+            "budget_bytes": 128 * 2**20,
+            "windows": "relative",
+            "gamma": 0.5,
+        },
         "link": None,
     }
 
@@ -299,7 +306,9 @@ def test_a_long_value_is_shortened_in_the_message() -> None:
     assert len(refusal({"memory": {"capacity_bytes": "x" * 10_000}})) < 400
 
 
-SECTIONS = "Known here: memory, ssd, redis, placement, tenants, chunk, session, restore, pause, link."
+SECTIONS = (
+    "Known here: memory, ssd, redis, placement, tenants, chunk, session, restore, pause, estimator, link."
+)
 REDIS_KEYS = (
     "Known here: url, username, password, tls_ca_file, key_prefix, capacity_bytes, ttl_s, timeout_s, "
     "connect_timeout_s, connections, max_in_flight_bytes, lease_s."
@@ -498,7 +507,7 @@ def dotted_keys(mapping: dict[str, object]) -> set[str]:
 
 def uncommented(text: str) -> str:
     """The file with its shown defaults ('#key: value') and sections that are off ('#redis:') as given."""
-    return re.sub(r"(?m)^( *)#(?=[a-z_]+:)", r"\1", text)
+    return re.sub(r"(?m)^( *)#(?=[a-z_0-9]+:)", r"\1", text)
 
 
 def test_the_cpu_config_loads_and_suits_a_laptop() -> None:
@@ -535,6 +544,6 @@ def test_the_cpu_config_shows_every_key_and_its_true_default(tmp_path: Path) -> 
 
 def test_the_cpu_config_says_something_about_every_key() -> None:
     lines = (CONFIGS / "cpu.yaml").read_text(encoding="utf-8").splitlines()
-    keys = [number for number, line in enumerate(lines) if re.match(r" +#?[a-z_]+: ", line)]
+    keys = [number for number, line in enumerate(lines) if re.match(r" +#?[a-z_0-9]+: ", line)]
     bare = [lines[number] for number in keys if not re.match(r" +# ", lines[number - 1])]
     assert bare == []

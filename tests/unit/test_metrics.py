@@ -181,11 +181,22 @@ def test_labels_that_are_not_text_are_shown_as_text(registry: CollectorRegistry)
     assert value(registry, "krul_hits_total") == 1
 
 
-@pytest.mark.parametrize("label", ["tier", "state", "reason", "le"])
+@pytest.mark.parametrize("label", ["tier", "state", "reason", "outcome", "le"])
 def test_labels_of_the_operator_do_not_shadow_ours(registry: CollectorRegistry, label: str) -> None:
     with pytest.raises(ValueError, match=f"metric label '{label}'.*extra-metric-labels"):
         Metrics({label: "x"}, registry)
     assert generate_latest(registry) == b""
+
+
+def test_rows_of_estimates(registry: CollectorRegistry, metrics: Metrics) -> None:
+    assert value(registry, "krul_estimator_rows_total", outcome="dropped") == 0
+    metrics.estimated("seen", 30)
+    metrics.estimated("dropped", 2)
+    metrics.estimated("seen", 4)
+    assert value(registry, "krul_estimator_rows_total", outcome="seen") == 34
+    assert value(registry, "krul_estimator_rows_total", outcome="dropped") == 2
+    with pytest.raises(ValueError, match="outcome 'lost': expected one of seen, dropped"):
+        metrics.estimated("lost", 1)
 
 
 def test_every_help_text_names_its_unit(registry: CollectorRegistry, metrics: Metrics) -> None:
@@ -259,3 +270,4 @@ def use(sink: MetricsSink) -> None:
     sink.put_failed("ssd")
     sink.restored("ssd", 0.1, 1, 1)
     sink.paused("ssd", 0.1, 1)
+    sink.estimated("seen", 1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,7 @@ from sgl_krul.codec.base import Mode
 from sgl_krul.codec.frame import decode_header, token_digest
 from sgl_krul.errors import Missing, StoreError, StoreFull, StoreUnavailable
 from sgl_krul.pause.memory_only import keep_in_memory
-from sgl_krul.pause.pipeline import plan_chunks
+from sgl_krul.pause.pipeline import plan_chunks, write_session
 from sgl_krul.session.catalog import read_manifest
 from sgl_krul.session.record import Manifest, chunk_key, manifest_key
 from sgl_krul.store.memory import MemoryTier
@@ -140,6 +141,30 @@ def test_a_pause_of_the_same_state_writes_the_manifest_only(ssd: SsdTier) -> Non
     report = chat(150).write(ssd, source, now=NOW + 5)
     assert (report.chunks_kept, report.chunks_written, source.asked) == (3, 0, [])
     assert report.manifest.paused_at == NOW + 5
+
+
+def test_statistics_go_into_the_manifest_and_stay_there(ssd: SsdTier) -> None:
+    """A server that estimates nothing does not lose what another one found."""
+    session = chat(150)
+
+    def pause(statistics: bytes) -> bytes:
+        written = write_session(
+            replace(session.snapshot(), statistics=statistics),
+            TruePages(session.hashes),
+            ssd,
+            chunk_tokens=CHUNK_TOKENS,
+            now=lambda: NOW,
+        ).manifest
+        assert read_manifest(ssd, NAMESPACE, session.digest) == written
+        return written.statistics
+
+    assert [pause(given) for given in (b"", b"first", b"", b"second", b"")] == [
+        b"",
+        b"first",
+        b"first",
+        b"second",
+        b"second",
+    ]
 
 
 def test_a_diverged_session_is_rewritten_from_there(ssd: SsdTier, store: Path) -> None:

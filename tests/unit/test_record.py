@@ -197,6 +197,23 @@ def test_nonsense_is_corrupt(data: bytes) -> None:
     assert reason(data) in ("length", "version")
 
 
+def test_statistics_come_back_and_a_manifest_without_any_is_as_it_always_was() -> None:
+    plain = encode_manifest(manifest())
+    assert b"statistics" not in plain
+    assert decode_manifest(plain, namespace=NAMESPACE, digest=DIGEST).statistics == b""
+    record = manifest(statistics=b"\x00any bytes\xff")
+    assert decode_manifest(encode_manifest(record), namespace=NAMESPACE, digest=DIGEST) == record
+    fields = msgpack.unpackb(encode_manifest(record))
+    for other in (None, 1, "text", [1]):
+        assert reason(msgpack.packb({**fields, "statistics": other})) == "length", other
+
+
+def test_statistics_of_a_size_that_no_model_has_are_corrupt(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sgl_krul.session.record._MAX_STATISTICS", 10)
+    decode_manifest(encode_manifest(manifest(statistics=bytes(10))), namespace=NAMESPACE, digest=DIGEST)
+    assert reason(encode_manifest(manifest(statistics=bytes(11)))) == "length"
+
+
 def test_another_sessions_manifest_is_not_ours() -> None:
     data = encode_manifest(manifest())
     assert reason(data, namespace=OTHER_NAMESPACE) == "identity"

@@ -170,6 +170,7 @@ def test_a_session_is_paused_and_resumed(bench: Bench) -> None:
         "chunks_kept": 0,
         "layer_plan": "raw",
         "not_written": {},
+        "similarity": None,
         "elapsed_ms": 0.0,
     }
     answer = bench.resume(service)

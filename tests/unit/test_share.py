@@ -9,6 +9,7 @@ import pytest
 
 from sgl_krul.config import (
     Config,
+    EstimatorConfig,
     MemoryConfig,
     PlacementConfig,
     RedisConfig,
@@ -52,6 +53,7 @@ def test_without_a_store_there_is_none_to_share() -> None:
         ("redis", Config(redis=RedisConfig("redis://localhost"))),
         ("session.ttl_s", Config(session=SessionConfig(ttl_s=60))),
         ("placement.memory_max_bytes", Config(placement=PlacementConfig(memory_max_bytes=1))),
+        ("estimator.enabled", Config(estimator=EstimatorConfig(enabled=True))),
     ],
 )
 def test_what_is_not_served_is_named(key: str, config: Config) -> None:
