@@ -85,6 +85,11 @@ class Snapshot:
     private_hashes: tuple[str, ...] | None = None
 
     @property
+    def stores_exactly(self) -> bool:
+        """Whether what a pause writes of it is exact."""
+        return self.exact
+
+    @property
     def names_in_memory(self) -> tuple[str, ...]:
         """What the pages are called in memory and on the device."""
         return self.page_hashes if self.private_hashes is None else self.private_hashes
@@ -118,7 +123,7 @@ def plan_chunks(snapshot: Snapshot, previous: Manifest | None, chunk_pages: int)
     A chunk is reused when its last page hash is the same: the hash is chained, so it commits to every token
     before it (and to the salt). Exact KV is written anew where an earlier pause was lossy.
     """
-    usable = previous is not None and (previous.exact or not snapshot.exact)
+    usable = previous is not None and (previous.exact or not snapshot.stores_exactly)
     kept = {(c.last_page_hash, c.pages): c for c in previous.chunks} if previous and usable else {}
     plans = []
     total = len(snapshot.page_hashes)
@@ -265,7 +270,9 @@ def _put_chunk(
         )
     )
     ref = ChunkRef(
-        key=chunk_key(snapshot.namespace, snapshot.digest, generation, plan.index, exact=snapshot.exact),
+        key=chunk_key(
+            snapshot.namespace, snapshot.digest, generation, plan.index, exact=snapshot.stores_exactly
+        ),
         pages=plan.pages,
         tokens=plan.tokens,
         last_page_hash=plan.last_page_hash,
@@ -288,7 +295,7 @@ def _manifest(snapshot: Snapshot, generation: int, chunks: list[ChunkRef], pause
         token_ids=pack_tokens(snapshot.token_ids),
         page_hashes=b"".join(bytes.fromhex(page_hash) for page_hash in snapshot.page_hashes),
         chunks=tuple(chunks),
-        exact=snapshot.exact,
+        exact=snapshot.stores_exactly,
         raw_bytes=0,
         stored_bytes=sum(chunk.bytes for chunk in chunks),
         paused_at=paused_at,
