@@ -13,13 +13,16 @@ from typing import Any
 
 from sgl_krul.pause.pipeline import PauseReport, write_session
 from sgl_krul.service import SessionService
+from sgl_krul.session.catalog import delete_session
 from sgl_krul.session.private import private_key
 from sgl_krul.session.record import page_key
+from sgl_krul.session.registry import PausedCopy
 from sgl_krul.store.memory import MemoryTier
 from sgl_krul.store.tier import Tier
 from tests.sessions import CHUNK_TOKENS, NOW, PAGE, Chat, TruePages, hash_pages
+from tests.two_servers import Server
 
-__all__ = ["in_memory", "keep", "names", "pause_lossy", "write_lossy"]
+__all__ = ["in_memory", "keep", "names", "pause_lossy", "paused_lossily", "write_lossy"]
 
 
 def names(session: Chat, number: int = 1) -> tuple[str, ...]:
@@ -38,6 +41,15 @@ def write_lossy(session: Chat, tier: Tier, now: float = NOW, generation: int = 1
         now=lambda: now,
         generation=generation,
     )
+
+
+def paused_lossily(server: Server, session: Chat) -> None:
+    """The session ran exactly in this server, and then its pause was lossy; memory is as it was."""
+    server.pause(session)
+    assert server.disk is not None
+    delete_session(server.disk, session.namespace, session.digest)
+    manifest = write_lossy(session, server.disk, now=server.world.time_s).manifest
+    server.service.registry.get(session.key).paused = PausedCopy.of(manifest, "ssd")
 
 
 def pause_lossy(

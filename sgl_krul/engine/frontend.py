@@ -89,7 +89,8 @@ class FrontEnd:
             report: Answer = {}
             if not (known.active and known.told):
                 report = await asyncio.shield(self._hold(key, hold_argument(obj)))
-                known.told = "state" in report  # else nobody answered, and the next request asks again
+                # Else nobody has answered, or it was too early to know: the next request asks again.
+                known.told = report.get("state", "resuming") != "resuming"
                 known.private = report.get("lossy_since") or known.private
             held_ms = round(1000 * (time.monotonic() - start), 3)
             known.last_used = time.monotonic()

@@ -18,12 +18,14 @@ __all__ = ["Isolation", "isolate", "under_names"]
 class Isolation:
     """What a worker has to know of a session's private namespace. `number` is that of the namespace.
 
-    `private`: the session lives there already. `alone`: this is the only rank, so its memory decides.
+    `private`: the session lives there already. `may_be_exact`: it ran exactly in this server until its lossy
+    pause, and memory may have it as it was. (Of one found in a store nobody knows how it ran before; and with
+    several ranks one may have pages that another has not.)
     """
 
     number: int
     private: bool
-    alone: bool
+    may_be_exact: bool
 
     def key(self, key: SessionKey, *, exact: bool) -> SessionKey:
         """The key of pages that are `exact`, or not; `key` is the caller's."""
@@ -33,7 +35,9 @@ class Isolation:
 def isolate(session: Session, registry: Registry, ranks: Agreement) -> Isolation:
     """For a resume that begins. Ranks may have counted the generations of their disks apart."""
     (number,) = ranks.agree_min([-registry.private_number(session)])
-    return Isolation(-number, session.private is not None, ranks.size == 1)
+    private = session.private is not None
+    ran_here = len(session.token_ids) > 0
+    return Isolation(-number, private, may_be_exact=ran_here and not private and ranks.size == 1)
 
 
 def under_names(manifest: Manifest, page_hashes: tuple[str, ...]) -> Manifest:

@@ -271,7 +271,7 @@ class Transfers:
             return None, found, report
         exactly = RestoreReport(manifest=report.manifest)
         kept = Prepared.of(key, exactly, found, self.memory, self.store, self._layout, namespace)
-        if kept.chunks and kept.all_in_memory and isolation.alone and not isolation.private:
+        if kept.chunks and kept.all_in_memory and isolation.may_be_exact:
             self._settle_tiers(key, exactly, found, paused)  # memory has it as it was before the lossy pause
             return kept, found, exactly
         report.duplicated_tokens = kept.leading_in_memory

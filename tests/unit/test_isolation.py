@@ -18,7 +18,7 @@ from sgl_krul.session.catalog import read_manifest
 from sgl_krul.session.record import Manifest, SessionKey, page_key
 from sgl_krul.session.registry import State
 from sgl_krul.store.tier import Tier
-from tests.lossy import in_memory, keep, pause_lossy, write_lossy
+from tests.lossy import in_memory, keep, pause_lossy, paused_lossily, write_lossy
 from tests.sessions import (
     CHUNK_TOKENS,
     NAMESPACE,
@@ -86,7 +86,9 @@ def test_again_it_comes_from_memory_under_the_same_names(world: World) -> None:
 
 
 def test_a_lossy_copy_of_a_session_that_memory_has_exactly_is_not_used(world: World) -> None:
-    a = lossy_server(world)
+    a = world.server("a")
+    paused_lossily(a, LOSSY)
+    assert (a.show()["exact"], a.show()["lossy_since"]) == (False, None)
     keep(a.memory, LOSSY)
     answer = a.hold()
     assert (answer["restored_tokens"], answer["restored_from"]) == (STORED, "memory")
@@ -97,8 +99,18 @@ def test_a_lossy_copy_of_a_session_that_memory_has_exactly_is_not_used(world: Wo
     assert a.show()["exact"] is True
 
 
-def test_what_memory_has_of_it_in_part_is_not_mixed_with_it(world: World) -> None:
+def test_of_one_found_in_a_store_nobody_knows_how_it_ran(world: World) -> None:
+    """It may have been lossy before, and stays that until it is deleted."""
     a = lossy_server(world)
+    keep(a.memory, LOSSY)
+    assert a.hold()["lossy_since"] == 1
+    assert in_memory(a.memory, LOSSY) == (STORED, STORED)
+    assert a.service.counters.duplicated_tokens == STORED
+
+
+def test_what_memory_has_of_it_in_part_is_not_mixed_with_it(world: World) -> None:
+    a = world.server("a")
+    paused_lossily(a, LOSSY)
     keep(a.memory, LOSSY)
     last = page_key(NAMESPACE, LOSSY.hashes[-1])
     a.memory.delete(last)
