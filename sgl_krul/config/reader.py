@@ -25,6 +25,7 @@ from sgl_krul.config.tree import (
     MemoryConfig,
     PauseConfig,
     PlacementConfig,
+    QualityConfig,
     RedisConfig,
     RestoreConfig,
     SessionConfig,
@@ -55,6 +56,7 @@ _SECTIONS: dict[str, type[Any]] = {
     "restore": RestoreConfig,
     "pause": PauseConfig,
     "estimator": EstimatorConfig,
+    "quality": QualityConfig,
     "link": LinkConfig,
 }
 _SECRET = {

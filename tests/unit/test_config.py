@@ -98,6 +98,16 @@ def test_defaults() -> None:
             "windows": "relative",
             "gamma": 0.5,
         },
+        "quality": {
+            "level": "exact",
+            "method": "auto",
+            "share": 0.5,
+            "gamma": 0.5,
+            "sharing": "merged",
+            "tokens": 2048,
+            "deadline_s": 5.0,
+            "queries_bytes": 256 << 20,
+        },
         "link": None,
     }
 
@@ -307,7 +317,7 @@ def test_a_long_value_is_shortened_in_the_message() -> None:
 
 
 SECTIONS = (
-    "Known here: memory, ssd, redis, placement, tenants, chunk, session, restore, pause, estimator, link."
+    "Known here: memory, ssd, redis, placement, tenants, chunk, session, restore, pause, estimator, quality, link."
 )
 REDIS_KEYS = (
     "Known here: url, username, password, tls_ca_file, key_prefix, capacity_bytes, ttl_s, timeout_s, "

@@ -169,6 +169,8 @@ def test_a_session_is_paused_and_resumed(bench: Bench) -> None:
         "chunks_written": 3,
         "chunks_kept": 0,
         "layer_plan": "raw",
+        "layer_modes": [],
+        "expected_loss": 0.0,
         "not_written": {},
         "similarity": None,
         "elapsed_ms": 0.0,

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from sgl_krul.service import SessionService
-from sgl_krul.service.estimates import Estimates, NoEstimates
+from sgl_krul.service.estimates import Estimates, Evidence, NoEstimates
 from sgl_krul.session.catalog import read_manifest
 from sgl_krul.session.record import Manifest
 from sgl_krul.store.memory import MemoryTier
@@ -30,6 +30,10 @@ class Kept:
     def statistics(self, digest: str) -> bytes:
         """See Estimates."""
         return self.by_digest.get(digest, b"")
+
+    def evidence(self, digest: str, tokens: int) -> Evidence | None:
+        """See Estimates: nothing is coded here."""
+        return None
 
     def goes_on(self, manifest: Manifest) -> None:
         """See Estimates."""
