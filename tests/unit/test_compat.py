@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections import defaultdict
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,7 +13,6 @@ import pytest
 with warnings.catch_warnings():
     # SGLang and the packages under it warn while they are imported on a CPU.
     warnings.simplefilter("ignore")
-    from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
     from sglang.srt.server_args import ServerArgs
 
 from sgl_krul.engine.compat import (
@@ -92,22 +92,24 @@ def test_another_version_is_refused_naming_both(version: str) -> None:
     assert f"pip install sglang=={SGLANG_VERSION}" in text
 
 
-def test_a_late_hook_wraps_at_once_and_one_that_cannot_is_named() -> None:
+def test_a_late_hook_wraps_at_once_and_one_that_cannot_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     from sglang.srt.plugins.hook_registry import HookRegistry
 
-    target = "sglang.srt.layers.attention.base_attn_backend.AttentionBackend.get_cuda_graph_seq_len_fill_value"
-    before = AttentionBackend.get_cuda_graph_seq_len_fill_value
-    known = {name: list(hooks) for name, hooks in HookRegistry._hooks.items()}
-    try:
-        apply_late_hooks([(target, "AROUND", lambda original, *_args: "wrapped")])
-        assert AttentionBackend.get_cuda_graph_seq_len_fill_value(object()) == "wrapped"
-        with pytest.raises(UnsupportedServer, match=r"sglang\.srt\.nowhere\.Class\.method"):
-            apply_late_hooks([("sglang.srt.nowhere.Class.method", "AFTER", print)])
-    finally:
-        AttentionBackend.get_cuda_graph_seq_len_fill_value = before  # type: ignore[method-assign]
-        HookRegistry._hooks.clear()
-        HookRegistry._hooks.update(known)
-        HookRegistry._patched.discard(target)
+    class Backend:
+        def forward(self, q: int) -> int:
+            return q
+
+    monkeypatch.setattr(HookRegistry, "_hooks", defaultdict(list))
+    monkeypatch.setattr(HookRegistry, "_patched", set())
+    monkeypatch.setattr("sgl_krul.engine.compat.Backend", Backend, raising=False)
+    target = "sgl_krul.engine.compat.Backend.forward"
+    backend = Backend()  # hooks come when the server's backends are there already
+    apply_late_hooks([(target, "AROUND", lambda original, backend, q: original(backend, q) + 1)])
+    assert backend.forward(1) == 2
+    apply_late_hooks([])
+    assert backend.forward(1) == 2, "what is hooked is not hooked again"
+    with pytest.raises(UnsupportedServer, match=r"sglang\.srt\.nowhere\.Class\.method"):
+        apply_late_hooks([("sglang.srt.nowhere.Class.method", "AFTER", print)])
 
 
 def test_a_hook_that_was_not_applied_is_named() -> None:

@@ -217,12 +217,8 @@ def test_settings_that_are_refused(tmp_path: Path, text: str, message: str) -> N
 
 
 @pytest.mark.parametrize(
-    ("text", "level", "codes"),
-    [
-        ("{}", "exact", False),
-        ("quality: {level: 0}", 0.0, False),
-        ("quality: {level: exact}", "exact", False),
-    ],
+    ("text", "level"),
+    [("{}", "exact"), ("quality: {level: 0}", 0.0), ("quality: {level: exact}", "exact")],
 )
 def test_levels_that_need_no_estimator(tmp_path: Path, text: str, level: object) -> None:
     path = tmp_path / "krul.yaml"
