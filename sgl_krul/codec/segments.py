@@ -43,13 +43,12 @@ def encode_unit(
 ) -> list[Stored]:
     """The segments of a layer, or of an owner and its partner: `unit`, and the pages of each.
 
-    A partner without its owner has no base, which its codec refuses: it is stored raw. What else is: see
-    `ChunkCoder`.
+    A partner without its owner is stored raw. What else is stored raw: see `ChunkCoder`.
     """
     codings = [codecs.codings[layer] for layer in unit]
     raw_codec = RawCodec(codecs.layout.page_segment_bytes)
     raw = [Stored(Mode.raw, raw_codec.encode(part)) for part in pages]
-    if codings == [PLAIN]:
+    if codings == [PLAIN] or (len(unit) == 1 and unit[0] in codecs.owners):
         return raw
     blocks = [split_sinks(from_pages(part, codecs.layout), first_token) for part in pages]
     if codings[0] == MERGED_OWNER:

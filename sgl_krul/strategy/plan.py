@@ -69,8 +69,8 @@ Table: TypeAlias = Sequence[Sequence[Offer]]
   With "merged" the owner offers ("shared", "merged-owner").
 * A layer is in one pair at most.
 
-`priced_choices` says which choices a wish has. The loss of a shared/raw partner is one number, although its
-owner may be stored in several ways: it is that with the owner decoded from the cheapest of them.
+`priced_choices` says which choices a wish has. The loss of a shared/raw partner is one number, although it
+depends on how its owner is stored: it is the largest over all ways in which that may be.
 """
 
 

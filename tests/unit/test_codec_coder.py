@@ -368,6 +368,15 @@ def test_layers_that_are_not_stored(depth: int, modes: str) -> None:
     assert buffers == []
 
 
+@pytest.mark.parametrize("tokens", [3, 4, 5])
+def test_a_partner_of_few_tokens_without_its_owner(tokens: int) -> None:
+    """There is nothing to share but the owner's first tokens, and those it doesn't need."""
+    shape = layout(layers=2, page=1)
+    chunk = store(LayerPlan((INT4, shares(0))), pages_of(shape, tokens), shape, 0, depth=1)
+    assert chunk.modes() == "-r"
+    assert chunk.layer(1) == chunk.pages[1]
+
+
 # -- headers and segments that no encoder writes --
 
 

@@ -82,6 +82,14 @@ def test_layers_that_are_the_same_have_no_distance() -> None:
     assert (distances == distances.T).all()
 
 
+def test_a_square_below_zero_is_no_distance() -> None:
+    """What rounding may leave of two layers that are alike."""
+    state = Similarity(2)
+    state.rows = 10
+    state.gram[:] = [[4.0, 4.0 * (1 + 1e-12)], [4.0 * (1 + 1e-12), 4.0]]
+    assert not state.distances().any()
+
+
 def test_what_lies_behind_a_row_is_not_read() -> None:
     rows, at = all_rows()
     clean, dirty = Similarity(LAYERS), Similarity(LAYERS)
@@ -280,6 +288,7 @@ FIRST = GRAM + 8 * LAYERS * (LAYERS + 1) // 2
         pytest.param(_put(GRAM, "<d", TOKENS * 1.5), id="norm above the rows"),
         pytest.param(_put(GRAM, "<d", 1e-3), id="nearer to another layer than to itself"),
         pytest.param(_put(FIRST, "<d", -1e-9), id="negative mass"),
+        pytest.param(_put(FIRST + 8, "<d", float("nan")), id="NaN mass"),
         pytest.param(_put(FIRST, "<d", TOKENS * 1.01), id="mass above the rows"),
     ],
 )

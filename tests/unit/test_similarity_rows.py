@@ -117,10 +117,11 @@ class _Allocations(TorchDispatchMode):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("tile_bytes", [40_000, 100_000, 300_000])
-def test_no_tile_is_larger_than_allowed(tile_bytes: int, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("ascending", [True, False])
+def test_no_tile_is_larger_than_allowed(tile_bytes: int, dtype: torch.dtype, ascending: bool) -> None:
     q, k = one_layer(5000, 8, 2, dim=32, dtype=dtype)
-    positions = torch.arange(900, 5000, 800)
-    rows = q[positions].clone()  # 8 heads of 6 rows: 6 KiB
+    positions = torch.arange(900, 5000, 800) if ascending else torch.arange(4900, 0, -800)
+    rows = q[positions].clone()  # 8 heads of 6 or 7 rows: at most 7 KiB
     out = torch.empty((len(positions), 5000))
     with _Allocations(rows, k, positions, out) as seen:
         for _ in row_tiles(rows, k, positions, 0.2, out, tile_bytes=tile_bytes):
