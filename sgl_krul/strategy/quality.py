@@ -26,8 +26,8 @@ output, a number without a unit.
 
 For scale, SmolLM2 on four English chats: the loss is 2e-5 with all layers in int8 and .006 to .007 in int4;
 raw or merged pairs that give up a tenth of the layers cost .4 to 1.1. KL(exact || coded) of the next turn was
-.06 to .4 of the loss where layers were quantized, .13 to 1.3 of it where they were shared. The budget of `high`
-made it a mix of int4 and int8: .41 to .43 of the bytes, KL .0003 to .0006.
+.06 to .4 of the loss where layers were quantized, .13 to 1.3 of it where they were shared. `high` came to a
+mix of int4 and int8: .41 to .43 of the bytes, KL .0003 to .0006.
 """
 
 

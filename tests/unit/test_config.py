@@ -317,7 +317,8 @@ def test_a_long_value_is_shortened_in_the_message() -> None:
 
 
 SECTIONS = (
-    "Known here: memory, ssd, redis, placement, tenants, chunk, session, restore, pause, estimator, quality, link."
+    "Known here: memory, ssd, redis, placement, tenants, chunk, session, restore, pause, estimator, "
+    "quality, link."
 )
 REDIS_KEYS = (
     "Known here: url, username, password, tls_ca_file, key_prefix, capacity_bytes, ttl_s, timeout_s, "
