@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from pathlib import Path
 from typing import Annotated
 
@@ -244,13 +245,21 @@ def _how(result: ResumeResult) -> str:
 
 def _what_is_stored(session: SessionInfo) -> str:
     damaged = f", {session.corrupt_chunks} chunks found damaged" if session.corrupt_chunks else ""
-    kind = "exact" if session.exact else "not exact"
+    kind = "exact" if session.exact else _how_coded(session)
     if not session.stored_tokens:
         return f"{session.tokens:,} tokens, none stored{damaged}"
     return (
         f"{session.stored_tokens:,} of {session.tokens:,} tokens stored, {format_size(session.bytes_stored)} "
         f"in {' and '.join(session.tiers) or session.tier}, {kind}{damaged}"
     )
+
+
+def _how_coded(session: SessionInfo) -> str:
+    counts = Counter(mode.split(" of ")[0] for mode in session.layer_modes)
+    if not counts:
+        return "not exact"
+    layers = ", ".join(f"{count} {mode}" for mode, count in counts.most_common())
+    return f"not exact (layers: {layers}; expected loss {session.expected_loss:.2g})"
 
 
 def _name(session: SessionInfo) -> str:

@@ -299,6 +299,12 @@ def test_lines_of_the_session_commands() -> None:
     again = PauseResult.model_validate(SESSION | {"already_paused": True})
     assert pause_line(again) == "'trip' was paused before: 96 of 100 tokens stored, 2KiB in ssd, exact"
     resumed = {"restored_tokens": 96, "recompute_tokens": 4, "restored_from": "ssd", "elapsed_ms": 5.0}
+    modes = ["quantized/int8", "raw", "shared/raw of 0", "quantized/int8"]
+    lossy = again.model_copy(update={"exact": False, "layer_modes": modes, "expected_loss": 0.0029})
+    assert pause_line(lossy).endswith(
+        "not exact (layers: 2 quantized/int8, 1 raw, 1 shared/raw; expected loss 0.0029)"
+    )
+    assert pause_line(again.model_copy(update={"exact": False})).endswith("2KiB in ssd, not exact")
     assert resume_line(ResumeResult.model_validate(SESSION | resumed)) == (
         "'trip': 96 tokens are in memory (from ssd), 4 will be computed, 5 ms"
     )
