@@ -26,6 +26,7 @@ MISS_REASONS = frozenset(
         "no_room",
         "stale",
         "partial",
+        "coded",
         "cancelled",
         "recompute",
         "other",

@@ -204,6 +204,8 @@ class ChunkCoder:
             return
         mode = header.segments[other].mode
         merged = coding in (MERGED_OWNER, MERGED_PARTNER)
+        if merged and entry.length + header.segments[other].length >= 2 * raw_bytes:
+            raise Corrupt("length", f"layers {layer} and {other}: a merged pair of more bytes than raw")
         if mode is Mode.recompute or (merged and mode is not Mode.shared):
             raise Corrupt("length", f"layer {layer}: {'/'.join(coding)}, and layer {other} is {mode.value}")
 

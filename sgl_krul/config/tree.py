@@ -264,7 +264,7 @@ class QualityConfig:
     share: float = field(default=0.5, metadata=fraction_leaf())
     gamma: float = field(default=0.5, metadata=fraction_leaf(zero=True))
     sharing: SharingKind = field(default="merged", metadata=choice_leaf("merged", "raw"))
-    tokens: int = field(default=2048, metadata=count_leaf(step=16, at_most=1 << 16))
+    tokens: int = field(default=2048, metadata=count_leaf(step=16, at_most=8192))
     deadline_s: float = field(default=5.0, metadata=duration_leaf(at_least_s=0.1, at_most_s=600))
     queries_bytes: int = field(default=256 << 20, metadata=size_leaf(at_least=1 << 20))
 

@@ -105,24 +105,10 @@ class SessionEstimates:
         `key`: as its pages are named, in its private namespace if it has one.
         """
         sampled = self._probe.collect(rid)
-        digest = caller_key(key)[0].digest
-        with self._lock:
-            estimate = self._open(digest)
-            whole = len(token_ids) // self._page_size * self._page_size
-            start, end = estimate.advance(token_ids, whole)
-        if sampled is None or start == end:
-            return
-        sampled = sampled.between(start, end)
-        if self._kept is not None and sampled.q is not None:
-            self._kept.add(digest, sampled.positions, sampled.q)
-        dropped = len(sampled.missed)
-        self._estimator.drop(dropped)
-        if not self._submit(estimate, key, token_ids, sampled):
-            dropped += len(sampled.positions)
-        if dropped:
-            with self._lock:
-                estimate.similarity.drop(dropped)
-            self._metrics.estimated("dropped", dropped)
+        try:
+            self._take(key, token_ids, sampled)
+        except Exception:  # a bug; the scheduler's thread goes on, without these rows
+            logger.exception("krul: sampled rows of session %r are lost", key.session_id)
 
     def discard(self, rid: str) -> None:
         """A request that SGLang rejected: what ran in its place was not its tokens."""
@@ -220,6 +206,27 @@ class SessionEstimates:
         return self._probe.check() + self._estimator.check() + kept
 
     # ---- inside ----
+
+    def _take(self, key: SessionKey, token_ids: array[int], sampled: Sampled | None) -> None:
+        """Enter what a request gave: queries for pauses, rows for the thread."""
+        digest = caller_key(key)[0].digest
+        with self._lock:
+            estimate = self._open(digest)
+            whole = len(token_ids) // self._page_size * self._page_size
+            start, end = estimate.advance(token_ids, whole)
+        if sampled is None or start == end:
+            return
+        sampled = sampled.between(start, end)
+        if self._kept is not None and sampled.q is not None:
+            self._kept.add(digest, sampled.positions, sampled.q)
+        dropped = len(sampled.missed)
+        self._estimator.drop(dropped)
+        if not self._submit(estimate, key, token_ids, sampled):
+            dropped += len(sampled.positions)
+        if dropped:
+            with self._lock:
+                estimate.similarity.drop(dropped)
+            self._metrics.estimated("dropped", dropped)
 
     def _submit(self, estimate: _Estimate, key: SessionKey, token_ids: array[int], sampled: Sampled) -> bool:
         """Give the rows to the thread; False when it has no room for them."""

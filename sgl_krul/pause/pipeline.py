@@ -31,6 +31,7 @@ from sgl_krul.pause.paper import falling, settle_depths
 from sgl_krul.session.landing import Landing
 from sgl_krul.session.record import (
     MANIFEST_VERSION,
+    MAX_LOSS,
     ChunkRef,
     Manifest,
     chunk_key,
@@ -99,7 +100,9 @@ class Snapshot:
 
 @dataclass(frozen=True)
 class ChunkPlan:
-    """One chunk of the new generation; `reuse` is the old chunk that holds the same bytes already."""
+    """One chunk of the new generation; `reuse` is the old chunk that holds the same bytes already, `coded`
+    one that was coded from them: better than nothing.
+    """
 
     index: int
     first_page: int
@@ -107,6 +110,7 @@ class ChunkPlan:
     tokens: int
     last_page_hash: str
     reuse: ChunkRef | None
+    coded: ChunkRef | None = None
 
 
 @dataclass(frozen=True)
@@ -130,6 +134,7 @@ def plan_chunks(
     """
     old = () if previous is None else previous.chunks
     kept = {(c.last_page_hash, c.pages): c for c in old if _stays(c, snapshot, coded)}
+    lossy = {(c.last_page_hash, c.pages): c for c in old if c.plan_id}
     plans = []
     total = len(snapshot.page_hashes)
     for index, first in enumerate(range(0, total, chunk_pages)):
@@ -143,6 +148,7 @@ def plan_chunks(
                 tokens=pages * snapshot.layout.page_size,
                 last_page_hash=last_hash,
                 reuse=kept.get((last_hash, pages)),
+                coded=lossy.get((last_hash, pages)),
             )
         )
     return plans
@@ -166,6 +172,7 @@ def write_session(
     depths: Depths | None = None,
     plan: LayerPlan | None = None,
     loss: float = 0.0,
+    coded: bool = False,
 ) -> PauseReport:
     """Pause one session into `tier`. Blocks on I/O: call it from a worker.
 
@@ -174,9 +181,10 @@ def write_session(
     `depths` None stores every layer, and a chunk that an earlier pause stored without its first ones is
     written anew (or ends what is stored, if `source` does not have it). With `depths` such a chunk stays as
     it is, and so does a whole one; those after it are then stored no deeper.
-    `plan`: how layers are coded; None stores them raw, and so does a plan of raw layers. What an earlier
-    pause stored under another plan stays as it is, unless all is to be exact: coding what was decoded would
-    lose twice. `loss`: what the session is expected to lose by it.
+    `coded`: what an earlier pause stored under a layer plan stays as it is, since coding what was decoded
+    would lose twice; else it stays only where `source` has it no more. `plan`: how the layers of other chunks
+    are coded (one of raw layers: they are not); None as those of the earlier pause, if `coded`, else raw.
+    `loss`: what the session is expected to lose by the plan.
 
     Raises:
         ValueError: `depths` gives other than a number of layers for each chunk, or rising ones; or there are
@@ -186,15 +194,15 @@ def write_session(
     if depths is not None and plan is not None:
         raise ValueError("depths and a layer plan: what is coded is stored in all layers, give one of them")
     chunk_pages = max(1, chunk_tokens // snapshot.layout.page_size)
-    if plan is not None and plan.is_exact:
-        plan = None
-    coder = None if plan is None else ChunkCoder(snapshot.layout, plan)
     with Landing(tier, snapshot.namespace, snapshot.digest) as landing:
         previous = landing.previous
         if previous is not None:
             generation = max(generation, previous.generation + 1)
-            loss = previous.loss if plan is None else loss
-        plans = plan_chunks(snapshot, previous, chunk_pages, coded=plan is not None)
+            if plan is None and coded:
+                plan = previous.layer_plans.get(previous.layer_plan)
+            loss = max(previous.loss, loss)
+        coder = None if plan is None or plan.is_exact else ChunkCoder(snapshot.layout, plan)
+        plans = plan_chunks(snapshot, previous, chunk_pages, coded=coded or plan is not None)
         wanted = _wanted_depths(plans, depths, snapshot.layout.layers)
         deepest = 0 if depths is None else snapshot.layout.layers
         kept = kept_depths(plans, tier, snapshot.namespace, deepest=deepest)
@@ -203,6 +211,8 @@ def write_session(
             ref = chunk.reuse if stays is not None else None
             if ref is None:
                 ref = _store_chunk(snapshot, chunk, source, landing, generation, depth, coder)
+            if ref is None:
+                ref = _last_resort(chunk, tier, snapshot.namespace)
             if ref is None:
                 break
             chunks.append(ref)
@@ -265,6 +275,11 @@ def still_there(tier: Tier, ref: ChunkRef, namespace: str) -> bool:
     except Corrupt:
         return False
     return header.depth == ref.depth and header.plan_id == ref.plan_name
+
+
+def _last_resort(chunk: ChunkPlan, tier: Tier, namespace: str) -> ChunkRef | None:
+    """What an earlier pause coded of a chunk that is nowhere else any more."""
+    return chunk.coded if chunk.coded is not None and still_there(tier, chunk.coded, namespace) else None
 
 
 def _store_chunk(
@@ -358,7 +373,7 @@ def _manifest(
         stored_bytes=sum(chunk.bytes for chunk in chunks),
         paused_at=paused_at,
         plans=plans_used(plans, chunks),
-        loss=loss if any(chunk.plan_id for chunk in chunks) else 0.0,
+        loss=min(loss, MAX_LOSS) if any(chunk.plan_id for chunk in chunks) else 0.0,
         statistics=snapshot.statistics,
     )
     return msgspec.structs.replace(manifest, raw_bytes=manifest.stored_tokens * snapshot.layout.token_bytes)

@@ -28,7 +28,7 @@ from sgl_krul.restore.cost import LandSample, LoadSample
 from sgl_krul.restore.load_log import LoadLog, LoadReport
 from sgl_krul.restore.pace import Pace
 from sgl_krul.restore.pipeline import RestoreReport
-from sgl_krul.restore.segment_fetch import SegmentFetch, stored_modes
+from sgl_krul.restore.segment_fetch import STORED_MODES, SegmentFetch
 from sgl_krul.restore.staging import Staging
 from sgl_krul.restore.streams import Claim, Streams
 from sgl_krul.restore.task_group import TaskGroup
@@ -40,6 +40,7 @@ from sgl_krul.store.workers import Workers
 
 __all__ = ["ChunkSource", "SegmentLoader", "Target"]
 
+_NOT_NOW_S = 0.005  # until a loader asks again whether compute needs it
 _WAITED_S = 1e-3  # a longer wait for staging is no work, and not shown as such
 
 Rows = NDArray[np.uint8]  # [pages, page segment bytes]
@@ -119,7 +120,7 @@ class SegmentLoader:
         self._clock = clock
         self._loaders = loaders
         self._tiers = [tier.name for tier in tiers]
-        reader = ChunkReader(tiers, layout, namespace, modes=stored_modes(), reach=Reach(), clock=clock)
+        reader = ChunkReader(tiers, layout, namespace, modes=STORED_MODES, reach=Reach(), clock=clock)
         self._chunks = [_Chunk(source, reader.copies(source.ref, source.keys)) for source in sources]
         largest = max((source.ref.pages for source in sources), default=1) * self._page_bytes
         self._pace = Pace(largest)
@@ -200,6 +201,10 @@ class SegmentLoader:
         """Deal with one claim, and queue again."""
         claim = None if self._tasks.stopped.is_set() else self._streams.claim(self._pace.claim_bytes)
         if claim is None:
+            return
+        if not claim.layers:
+            self._tasks.stopped.wait(_NOT_NOW_S)
+            self._tasks.spawn(self._turn)
             return
         chunk = self._chunks[claim.chunk]
         if chunk.source.pinned is not None:

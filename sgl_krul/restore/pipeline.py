@@ -199,7 +199,9 @@ class Restorer:
         except _Partial:
             report.end("partial", "stored in paper mode: its first layers are recomputed on the device only")
         except _Coded:
-            report.end("coded", "stored under a layer plan: it is decoded on its way to the device only")
+            report.end(
+                "coded", "stored under a layer plan, which is decoded for the device only: resume it there"
+            )
         else:
             report.corrupt_chunks += fetched.damaged
             if report.cut:

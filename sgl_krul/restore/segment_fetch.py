@@ -22,16 +22,10 @@ from sgl_krul.restore.pace import Pace
 from sgl_krul.restore.staging import Staging
 from sgl_krul.session.record import ChunkRef
 
-__all__ = ["Room", "SegmentFetch", "stored_modes"]
+__all__ = ["STORED_MODES", "Room", "SegmentFetch"]
 
-_CODED_ROOM = (
-    3  # a coded layer takes its pages, its bytes and those of its owner: never more than so often its pages
-)
-
-
-def stored_modes() -> frozenset[Mode]:
-    """The modes of segments that a chunk may have."""
-    return frozenset({Mode.raw, Mode.recompute, Mode.quantized, Mode.shared})
+STORED_MODES = frozenset({Mode.raw, Mode.recompute, Mode.quantized, Mode.shared})
+"""The modes of segments that a chunk may have."""
 
 
 @dataclass(frozen=True)

@@ -127,12 +127,16 @@ class Streams:
 
     def claim(self, max_bytes: int) -> Claim | None:
         """The next segments for a loader: contiguous layers of one chunk, of at most `max_bytes`, at least
-        one. None: nothing is left that a loader may bring, or that compute will not have made sooner.
+        one. None: nothing is left that a loader may bring. A claim of no layers: nothing now, ask again.
         """
         with self._lock:
-            if self._stopped or self._compute_is_sooner():
+            if self._stopped:
                 return None
             claimable = (self._state == FREE) & ~self._reserved
+            if claimable.any() and self._compute_is_sooner():
+                claimable[[chunk not in self.grid.whole for chunk in range(len(claimable))]] = False
+                if not claimable.any():
+                    return Claim(0, 0, 0)
             left = int(self.grid.segment_bytes[claimable].sum())
             budget = min(max_bytes, max(1, left // _GUIDED))
             for chunk in self._load_order():
@@ -299,8 +303,13 @@ class Streams:
             self._cell_s += (_WEIGHT if self._cell_s else 1.0) * (cell_s - self._cell_s)
 
     def _compute_is_sooner(self) -> bool:
-        """Whether compute makes all that is left in less time than a claim takes, and would wait for it."""
+        """Whether compute makes all that is left in less time than a claim takes, and would wait for it.
+
+        Not if it has made nothing for so long: something keeps it.
+        """
         if not (self._adaptive and self._computes and self._landed and self._cell_s):
+            return False
+        if self._computed_at is None or self._clock() - self._computed_at > self._claim_s:
             return False
         left = int(((self._state == FREE) | (self._state == LOST)).sum())
         return left * self._cell_s < self._claim_s

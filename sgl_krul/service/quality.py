@@ -2,13 +2,13 @@
 
 Made at the pause, from the history alone (Krul's "preemptive"): the sums of its attention rows say which
 layers may share, its sampled queries what each way to store a layer does to the layer's output. Where there
-is too little to go by, what is new of the session is stored exactly.
+is too little to go by, what is new of the session is coded as before, or stored exactly if nothing was.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 
 from sgl_krul.codec.loss import LossMeter, Queries
@@ -17,7 +17,18 @@ from sgl_krul.config import QualityConfig
 from sgl_krul.layout import KvLayout
 from sgl_krul.pause.pipeline import PageSource, Segments, Snapshot
 from sgl_krul.service.estimates import Estimates, Evidence
-from sgl_krul.strategy import Method, Plan, Sharing, Wish, choose_pairs, loss_budget, plan_layers
+from sgl_krul.strategy import (
+    Method,
+    Pair,
+    Plan,
+    Sharing,
+    Wish,
+    choose_pairs,
+    fixed_pairs,
+    loss_budget,
+    pair_count,
+    plan_layers,
+)
 
 __all__ = ["QualityPlanner"]
 
@@ -53,8 +64,11 @@ class QualityPlanner:
         )
 
     def plan(self, snapshot: Snapshot, source: PageSource, chunk_tokens: int) -> Plan | None:
-        """The plan for what this pause writes; None: exactly."""
-        if not self._config.codes:
+        """The plan for what this pause writes; None: there is nothing to judge by.
+
+        KV that was decoded says nothing of what coding costs: `snapshot.exact` False gives None.
+        """
+        if not self._config.codes or not snapshot.exact:
             return None
         tokens = min(len(snapshot.page_hashes) * self._layout.page_size, self._config.tokens)
         evidence = self._estimates.evidence(snapshot.digest, tokens)
@@ -70,7 +84,11 @@ class QualityPlanner:
 
     def _planned(self, chunks: list[Segments], evidence: Evidence) -> Plan:
         seen, queries = evidence.similarity, evidence.queries
-        pairs = () if seen is None else choose_pairs(self._wish, seen.mass(), seen.distances())
+        pairs: Sequence[Pair] = ()
+        if seen is not None:
+            pairs = choose_pairs(self._wish, seen.mass(), seen.distances())
+        elif self._wish.method is Method.fixed:  # which asks how many layers there are, and no more
+            pairs = fixed_pairs(self._layout.layers, pair_count(self._layout.layers, self._wish.share))
         prices = price(
             chunks,
             self._layout,

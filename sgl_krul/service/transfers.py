@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from array import array
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -25,8 +26,11 @@ from sgl_krul.session.registry import MEMORY, PausedCopy
 from sgl_krul.store.memory import MemoryTier
 from sgl_krul.store.tier import Tier
 from sgl_krul.store.workers import Workers
+from sgl_krul.strategy import Plan
 
 __all__ = ["HashPages", "Transfers", "Written"]
+
+logger = logging.getLogger(__name__)
 
 HashPages = Callable[[SessionKey, "array[int]"], tuple[str, ...]]
 PlanDepths = Callable[[str, KvLayout], Depths | None]
@@ -149,7 +153,7 @@ class Transfers:
     ) -> Written:
         # As late as may be, and once for all tiers: rows of the last turn may have ended meanwhile.
         snapshot = replace(snapshot, statistics=self._estimates.statistics(snapshot.digest))
-        plan = self._quality.plan(snapshot, source, self._config.chunk.tokens)
+        plan = self._plan(snapshot, source)
         size = len(snapshot.page_hashes) * self._layout.page_bytes
         kept = replaced if replaced is not None and replaced.namespace == snapshot.namespace else None
         held = {} if kept is None else dict.fromkeys(kept.tiers, kept.stored_bytes)
@@ -173,6 +177,7 @@ class Transfers:
                         depths=self.depths(tier.name, self._layout),
                         plan=None if plan is None else plan.layer_plan,
                         loss=0.0 if plan is None else plan.loss,
+                        coded=self._config.quality.codes,
                     )
             except StoreError as error:
                 failed[tier.name] = error
@@ -191,6 +196,14 @@ class Transfers:
             first,
             self.store.passed_over(targets) | {name: str(error) for name, error in failed.items()},
         )
+
+    def _plan(self, snapshot: Snapshot, source: PageSource) -> Plan | None:
+        """How to code what is new. A pause goes on without a plan rather than fail for it."""
+        try:
+            return self._quality.plan(snapshot, source, self._config.chunk.tokens)
+        except Exception:
+            logger.exception("krul: session %r is stored without a new layer plan", snapshot.session_id)
+            return None
 
     def _drop_older(
         self, snapshot: Snapshot, replaced: PausedCopy | None, written: PausedCopy

@@ -19,6 +19,7 @@ from sgl_krul.strategy.layer_plan import LayerPlan
 __all__ = [
     "FORMAT_VERSION",
     "MANIFEST_VERSION",
+    "MAX_LOSS",
     "ChunkRef",
     "Manifest",
     "SessionKey",
@@ -44,7 +45,7 @@ _MAX_GENERATION = 1 << 40
 _MAX_BYTES = 1 << 60
 _MAX_LAYERS = 4096
 _MAX_STATISTICS = 1 << 27  # what _MAX_LAYERS make
-_MAX_LOSS = 1e9
+MAX_LOSS = 1e9
 _MAX_PAUSED_AT = 1e11  # seconds; the year 5138
 _CHUNK_NAME = re.compile(r"g[0-9]{8,}-[cl][0-9]{6,}")
 
@@ -327,7 +328,7 @@ def _wrong_numbers(manifest: Manifest) -> str | None:
         return f"generation {manifest.generation}"
     if not 0 <= manifest.raw_bytes <= _MAX_BYTES or not 0 <= manifest.stored_bytes <= _MAX_BYTES:
         return f"raw_bytes {manifest.raw_bytes}, stored_bytes {manifest.stored_bytes}"
-    if not 0 <= manifest.loss <= _MAX_LOSS:  # nor NaN
+    if not 0 <= manifest.loss <= MAX_LOSS:  # nor NaN
         return f"a loss of {manifest.loss}"
     if not 0 <= manifest.paused_at <= _MAX_PAUSED_AT:  # nor NaN
         return f"paused at {manifest.paused_at} s"
@@ -365,6 +366,8 @@ def _wrong_plans(manifest: Manifest) -> str | None:
     try:
         plans = manifest.layer_plans
     except Corrupt as error:
+        if error.reason == "version":  # of a newer server, and no damage
+            raise
         return f"a layer plan that can't be read: {error}"
     used = {chunk.plan_id for chunk in manifest.chunks} - {""}
     if len(plans) != len(manifest.plans) or used != set(plans):

@@ -48,11 +48,14 @@ class QueryKeep:
         """
         wanted = [index for index, position in enumerate(positions.tolist()) if position < self._tokens]
         rows = {int(positions[index]): q[:, index].to(torch.float16).numpy() for index in wanted}
+        rows = {position: row for position, row in rows.items() if np.isfinite(row).all()}
+        if not rows:
+            return
         with self._lock:
             kept = self._kept.setdefault(digest, {})
             self._kept.move_to_end(digest)
             for position, row in rows.items():
-                if not np.isfinite(row).all() or (position not in kept and len(kept) >= self._rows):
+                if position not in kept and len(kept) >= self._rows:
                     continue
                 self._bytes += row.nbytes - (kept[position].nbytes if position in kept else 0)
                 kept[position] = row.copy()  # and not a view that holds all of the request's rows
@@ -88,7 +91,7 @@ class QueryKeep:
         """Problems found; empty when sound."""
         with self._lock:
             held = sum(row.nbytes for kept in self._kept.values() for row in kept.values())
-            if held != self._bytes or held > self._budget_bytes:
+            if held != self._bytes or held > self._budget_bytes or not all(self._kept.values()):
                 return [f"queries: {held} bytes, counted {self._bytes}, of {self._budget_bytes} at most"]
             return []
 

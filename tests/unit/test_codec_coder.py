@@ -403,7 +403,7 @@ def changed(header: ChunkHeader, layer: int, **fields: object) -> ChunkHeader:
         (0, {"length": 16}, "length: layer 0: 16 bytes raw"),
         (4, {"length": 2}, "length: layer 4: 2 bytes of shared/raw"),
         (2, {"length": 0}, "length: layer 2: 0 bytes of shared/merged-owner"),
-        (6, {"length": 1 << 40}, "length: layer 6: 1099511627776 bytes of shared/merged"),
+        (6, {"length": 1 << 40}, "length: layers 2 and 6: a merged pair of more bytes than raw"),
         (
             2,
             {"mode": Mode.raw, "length": 3 * 16 * 51 * 4},

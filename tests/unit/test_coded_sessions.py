@@ -66,6 +66,8 @@ def pause(
     *,
     exact: bool = True,
     source: NumberPages | None = None,
+    coded: bool = False,
+    loss: float = 0.0,
 ) -> PauseReport:
     return write_session(
         snapshot(session, exact=exact),
@@ -74,6 +76,8 @@ def pause(
         chunk_tokens=CHUNK_TOKENS,
         now=lambda: 1e9,
         plan=plan,
+        loss=loss,
+        coded=coded,
     )
 
 
@@ -284,6 +288,42 @@ def test_an_exact_pause_keeps_nothing_that_was_coded(ssd: SsdTier) -> None:
     np.testing.assert_array_equal(decoded(ssd, manifest), exact_kv(session))
 
 
+def test_without_a_plan_what_was_coded_stays_and_new_chunks_are_coded_alike(ssd: SsdTier) -> None:
+    first = pause(chat(COUNT), ssd, PLANS["int4"], loss=0.02).manifest
+    source = NumberPages(chat(COUNT + 40).hashes)
+    second = pause(chat(COUNT + 40), ssd, None, source=source, coded=True).manifest
+    assert second.chunks[:2] == first.chunks[:2]
+    assert source.asked == [(8, 3)]
+    assert set(second.layer_plans) == {PLANS["int4"].plan_id}
+    assert second.loss == 0.02
+
+
+def test_the_loss_is_that_of_the_worst_chunks(ssd: SsdTier) -> None:
+    pause(chat(COUNT), ssd, PLANS["int4"], loss=0.02)
+    assert pause(chat(COUNT + 40), ssd, PLANS["int8"], loss=0.001).manifest.loss == 0.02
+    assert pause(chat(COUNT + 80), ssd, PLANS["int8"], loss=1e30).manifest.loss == 1e9
+    assert pause(chat(COUNT + 80), ssd, None).manifest.loss == 0.0
+
+
+@pytest.mark.parametrize("coded", [True, False])
+def test_what_was_coded_is_kept_where_nothing_else_is_left(ssd: SsdTier, coded: bool) -> None:
+    first = pause(chat(COUNT), ssd, PLANS["int4"]).manifest
+    longer = chat(COUNT + 40)
+    gone = Gone(longer.hashes)
+    second = pause(longer, ssd, None, source=gone, coded=coded).manifest
+    assert second.chunks[:2] == first.chunks[:2]
+    assert second.stored_tokens == 128
+    assert not second.exact
+
+
+class Gone(NumberPages):
+    """A PageSource that has lost all pages."""
+
+    @contextmanager
+    def segments(self, first_page: int, pages: int) -> Iterator[None]:
+        yield None
+
+
 def test_a_lossy_session_keeps_what_is_stored_of_it(ssd: SsdTier) -> None:
     session = chat(COUNT)
     first = pause(session, ssd, PLANS["int4"]).manifest
@@ -331,7 +371,7 @@ def test_memory_is_not_given_what_was_coded(ssd: SsdTier) -> None:
     finally:
         workers.close()
     assert (report.tokens, report.miss, report.corrupt_chunks) == (0, "coded", 0)
-    assert report.cut == "stored under a layer plan: it is decoded on its way to the device only"
+    assert report.cut == "stored under a layer plan, which is decoded for the device only: resume it there"
     assert memory.usage().objects == 0
 
 
@@ -370,7 +410,7 @@ def coded_ref(ref: ChunkRef, **changes: object) -> ChunkRef:
         ({"plans": ()}, "0 layer plans, its chunks name 1"),
         ({"plans": (PLANS["int8"].encode(),) * 2}, "2 layer plans, its chunks name 1"),
         ({"plans": (PLANS["int4"].encode(),)}, "1 layer plans, its chunks name 1"),
-        ({"plans": (b"nothing of the kind",)}, "a layer plan that can't be read"),
+        ({"plans": (PLANS["int8"].encode()[:-1] + b"?",)}, "a layer plan that can't be read"),
         ({"plans": (PLANS["int8"].encode()[:-1],)}, "a layer plan that can't be read"),
         ({"exact": True}, "a chunk that is not exact, and says it were"),
     ],
@@ -383,6 +423,15 @@ def test_doubtful_plans_make_a_doubtful_manifest(
     data = encode_manifest(msgspec.structs.replace(manifest, **changes))
     with pytest.raises(Corrupt, match=message):
         decode_manifest(data, namespace=NAMESPACE, digest=session.digest)
+
+
+def test_a_plan_of_a_newer_server_is_no_damage(ssd: SsdTier) -> None:
+    session = chat(COUNT)
+    manifest = pause(session, ssd, PLANS["int8"]).manifest
+    data = encode_manifest(msgspec.structs.replace(manifest, plans=(b"\x02" + PLANS["int8"].encode()[1:],)))
+    with pytest.raises(Corrupt) as caught:
+        decode_manifest(data, namespace=NAMESPACE, digest=session.digest)
+    assert caught.value.reason == "version"
 
 
 def test_a_coded_chunk_leaves_out_no_layers(ssd: SsdTier) -> None:

@@ -115,6 +115,19 @@ def test_exact_asks_nothing(level: str | float) -> None:
     assert source.asked == []
 
 
+def test_kv_that_was_decoded_is_not_judged_again() -> None:
+    source = NumberPages(SESSION.hashes)
+    evidence = Told(Evidence(queries(ROWS), 0.25, alike()))
+    planner = QualityPlanner(QualityConfig(level="small"), LAYOUT, evidence, time.monotonic)
+    assert planner.plan(snapshot(SESSION, exact=False), source, CHUNK_TOKENS) is None
+    assert source.asked == []
+
+
+def test_fixed_pairs_need_no_estimate() -> None:
+    plan = planned(method="fixed", sharing="raw", level=1e6, similarity=None)
+    assert plan.layer_plan.owners
+
+
 def test_only_the_leading_tokens_are_read() -> None:
     _, source = make(Evidence(queries(ROWS, 128), 0.25, None), level="small", tokens=128)
     assert source.asked == [(0, 4), (4, 4)]

@@ -71,6 +71,14 @@ def test_over_the_budget_the_session_not_heard_of_for_longest_goes() -> None:
     assert keep.get("d", 100) is None
 
 
+def test_a_session_without_a_row_takes_nothing() -> None:
+    keep = QueryKeep(4 * ROW_BYTES, tokens=100, rows=8)
+    for number in range(10):
+        add(keep, f"late {number}", [100, 200])
+    add(keep, "a", [1])
+    assert [name for name in ("late 0", "late 9", "a") if keep.get(name, 1000) is not None] == ["a"]
+
+
 def test_numbers_that_16_bits_cannot_hold_are_left_out() -> None:
     keep = QueryKeep(1 << 20, tokens=100, rows=8)
     q = rows([1, 2, 3])

@@ -314,7 +314,51 @@ def test_no_claim_is_begun_that_compute_would_wait_for(adaptive: bool, claimed: 
         assert piece is not None
         clock.now += 0.1
         streams.computed(piece)
-    assert (streams.claim(1) is not None) == claimed
+    claim = streams.claim(1)
+    assert claim is not None
+    assert (claim.layers > 0) == claimed
+    if not claimed:
+        clock.now += 3.0  # compute has stopped: somebody keeps it
+        claim = streams.claim(1)
+        assert claim is not None
+        assert claim.layers > 0
+
+
+def test_what_memory_has_is_claimed_whatever_compute_does() -> None:
+    clock = Time()
+    streams = make(3, clock=clock, whole=frozenset({0, 1}))
+    slow = streams.claim(1)
+    assert slow is not None
+    clock.now += 2.0
+    land(streams, slow)
+    for _ in range(2):
+        piece = streams.next_slice(streams.view())
+        assert piece is not None
+        clock.now += 0.01
+        streams.computed(piece)
+    claim = streams.claim(1)
+    assert claim is not None
+    assert (claim.chunk, claim.layers > 0) == (1, True)
+
+
+def test_loads_go_on_when_compute_fails() -> None:
+    clock = Time()
+    streams = make(2, clock=clock)
+    slow = streams.claim(1)
+    assert slow is not None
+    clock.now += 2.0
+    land(streams, slow)
+    for _ in range(2):
+        piece = streams.next_slice(streams.view())
+        assert piece is not None
+        clock.now += 0.01
+        streams.computed(piece)
+    claim = streams.claim(1)
+    assert claim is not None
+    assert not claim.layers
+    streams.compute_failed()
+    load_all(streams)
+    assert streams.finished(streams.view())
 
 
 def test_where_loads_are_sooner_they_go_on_to_the_last_cell() -> None:
