@@ -29,7 +29,6 @@ from sgl_krul.store.memory import PinnedPages
 __all__ = [
     "Agreed",
     "agree_on_known",
-    "agree_on_private",
     "agree_on_report",
     "agree_on_session",
     "agreed",
@@ -97,25 +96,20 @@ def ready(futures: Sequence[Future[Any]], ranks: Agreement) -> list[bool]:
     return done
 
 
-def agree_on_private(report: RestoreReport, ranks: Agreement) -> bool:
-    """Whether all ranks would put the session under the same key. They do, unless their disks have different
-    pauses of it, one lossy and one exact: then nothing of it can be used. False is told in `report`.
-    """
-    number = report.private or 0
-    least, most = ranks.agree_min([number, -number])
-    if least != -most:
-        report.end("missing", "another rank has another pause of the session")
-    return least == -most
-
-
-def agree_on_report(report: RestoreReport, page_size: int, ranks: Agreement) -> None:
+def agree_on_report(report: RestoreReport, page_size: int, ranks: Agreement) -> bool:
     """Shorten a restore to what every rank has, and let go of the pages beyond.
 
-    A session that one rank has lost is lost. Damage is that of the rank with the most.
+    A session that one rank has lost is lost. Damage is that of the rank with the most. Returns whether all
+    ranks would put the session under the same key. They do, unless their disks have different pauses of it,
+    one lossy and one exact: then nothing of it can be used.
     """
     if ranks.size == 1:
-        return
-    if not agree_on_private(report, ranks):
+        return True
+    number = report.private or 0
+    least_number, most = ranks.agree_min([number, -number])
+    alike = least_number == -most
+    if not alike:
+        report.end("missing", "another rank has another pause of the session")
         report.release()
         report.tokens = report.from_memory_tokens = 0
     lost = report.manifest is None and report.miss == "missing"
@@ -133,6 +127,7 @@ def agree_on_report(report: RestoreReport, page_size: int, ranks: Agreement) -> 
         report.manifest = None
         report.miss = "missing"
     trim(report, tokens // page_size)
+    return alike
 
 
 def trim(report: RestoreReport, pages: int) -> None:

@@ -7,7 +7,7 @@ from dataclasses import asdict
 
 from sgl_krul.restore.plan import RestorePlan
 from sgl_krul.restore.planner import Strategy
-from sgl_krul.service.agreed import agree_on_private, agree_on_report, common_chunks
+from sgl_krul.service.agreed import agree_on_report, common_chunks
 from sgl_krul.service.agreement import Agreement
 from sgl_krul.service.prepared import Prepared
 
@@ -18,8 +18,7 @@ def agree_on_prepared(prepared: Prepared, ranks: Agreement) -> bool:
     """Leave out what not every rank has; returns whether all of the rest is in every rank's memory."""
     if ranks.size == 1:
         return prepared.all_in_memory
-    alike = agree_on_private(prepared.report, ranks)
-    agree_on_report(prepared.report, prepared.layout.page_size, ranks)
+    alike = agree_on_report(prepared.report, prepared.layout.page_size, ranks)
     common = common_chunks([source.ref for source in prepared.chunks], ranks) if alike else 0
     if common < len(prepared.chunks):
         prepared.report.end("missing", "another rank has less of the session")

@@ -6,7 +6,6 @@ from array import array
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import takewhile
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,10 +26,6 @@ from sgl_krul.store.tiered import TieredStore
 __all__ = ["Prepared"]
 
 _NOWHERE = Found(("", ""))
-
-
-def _in_memory(source: ChunkSource) -> bool:
-    return source.pinned is not None
 
 
 @dataclass
@@ -118,12 +113,7 @@ class Prepared:
     @property
     def all_in_memory(self) -> bool:
         """Whether memory has every page."""
-        return all(map(_in_memory, self.chunks))
-
-    @property
-    def leading_in_memory(self) -> int:
-        """Leading tokens of which memory has every page."""
-        return sum(source.ref.tokens for source in takewhile(_in_memory, self.chunks))
+        return all(source.pinned is not None for source in self.chunks)
 
     @property
     def tokens_by_tier(self) -> dict[str, int]:

@@ -30,7 +30,7 @@ from sgl_krul.service.isolation import Isolation, isolate
 from sgl_krul.service.jobs import Body, Job, Jobs, Reply
 from sgl_krul.service.plans import Plans
 from sgl_krul.service.prepared import Prepared
-from sgl_krul.service.transfers import Transfers
+from sgl_krul.service.transfers import Sought, Transfers
 from sgl_krul.service.views import describe
 from sgl_krul.service.wish import TargetPlace, Wish
 from sgl_krul.session.record import SessionKey, common_tokens
@@ -122,12 +122,8 @@ class Resumes:
         session = resume.session
         future = self._workers(session.paused).submit(
             self._transfers.restore,
-            resume.key,
-            session.token_ids,
-            session.paused,
-            self._namespace(),
+            self._sought(resume.key, session, resume.isolation),
             resume.start + self._config.session.hold_deadline_s,
-            resume.isolation,
         )
         future = agreed(future, self._ranks, RestoreReport.release)
 
@@ -144,9 +140,12 @@ class Resumes:
 
     def _prepare(self, key: SessionKey, session: Session, isolation: Isolation) -> Any:
         future = self._workers(session.paused).submit(
-            self._transfers.prepare, key, session.token_ids, session.paused, self._namespace(), isolation
+            self._transfers.prepare, self._sought(key, session, isolation)
         )
         return agreed(future, self._ranks, Prepared.release)
+
+    def _sought(self, key: SessionKey, session: Session, isolation: Isolation) -> Sought:
+        return Sought(key, session.token_ids, session.paused, self._namespace(), isolation)
 
     def _prepared(self, resume: _Resume, prepared: Prepared) -> Body | None:
         """What is stored is known: by memory, by nothing, or to the device. None: the answer follows."""

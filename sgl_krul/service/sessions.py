@@ -81,7 +81,9 @@ class SessionService:
         pausers = 1 if store.shared is None else _SHARED_PAUSERS
         self._pausers = Workers("pause", max(config.pause.workers, pausers))
         copies = StoredCopies(store)
-        self._transfers = Transfers(config, layout, memory, copies, hash_pages, self._metrics, clock, now)
+        self._transfers = Transfers(
+            config, layout, memory, copies, hash_pages, self._metrics, clock, now, self.estimates
+        )
         self.resumes = Resumes(
             config,
             layout,
@@ -98,7 +100,6 @@ class SessionService:
             now,
         )
         self._transfers.depths = self.resumes.plans.depths
-        self._transfers.judge_by(self.estimates)
         self.calibration = Calibration(
             store.tiers,
             self.resumes.plans,

@@ -6,7 +6,9 @@ import logging
 from array import array
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import takewhile
 from threading import Event
+from typing import NamedTuple
 
 from sgl_krul.config import Config
 from sgl_krul.errors import LeaseHeld, StoreError, StoreFull
@@ -14,9 +16,9 @@ from sgl_krul.layout import KvLayout
 from sgl_krul.metrics import MetricsSink
 from sgl_krul.pause.memory_only import keep_in_memory
 from sgl_krul.pause.pipeline import Depths, PageSource, PauseReport, Snapshot, write_session
-from sgl_krul.restore.pipeline import Restorer, RestoreReport
+from sgl_krul.restore.pipeline import Restorer, RestoreReport, own_chunks
 from sgl_krul.service.copies import Found, StoredCopies, goes_on
-from sgl_krul.service.estimates import Estimates, NoEstimates
+from sgl_krul.service.estimates import Estimates
 from sgl_krul.service.isolation import Isolation, under_names
 from sgl_krul.service.mover import Stopped
 from sgl_krul.service.prepared import Prepared
@@ -28,7 +30,7 @@ from sgl_krul.store.tier import Tier
 from sgl_krul.store.workers import Workers
 from sgl_krul.strategy import Plan
 
-__all__ = ["HashPages", "Transfers", "Written"]
+__all__ = ["HashPages", "Sought", "Transfers", "Written"]
 
 logger = logging.getLogger(__name__)
 
@@ -52,10 +54,24 @@ class Written:
     left_in: frozenset[str] = frozenset()
 
 
+class Sought(NamedTuple):
+    """A session that is to come back, as it stands when that begins: stored under `namespace`, or not.
+
+    `token_ids` are its tokens as far as this server knows: one that rests in memory has no manifest.
+    """
+
+    key: SessionKey
+    token_ids: array[int]
+    paused: PausedCopy | None
+    namespace: str
+    isolation: Isolation
+
+
 class Transfers:
     """Sessions to and from the tiers. `stop` ends restores and background moves early, at shutdown.
 
     `hash_pages(key, token_ids)` gives the chained hashes of all full pages, as the server itself names them.
+    `estimates`: from whom pauses have statistics, and what they judge codings by.
     """
 
     def __init__(
@@ -68,6 +84,7 @@ class Transfers:
         metrics: MetricsSink,
         clock: Callable[[], float],
         now: Callable[[], float],
+        estimates: Estimates,
     ) -> None:
         self.stop = Event()
         self.depths: PlanDepths = lambda _tier, _layout: None  # every layer is stored
@@ -80,16 +97,12 @@ class Transfers:
         self._metrics = metrics
         self._clock = clock
         self._now = now
-        self.judge_by(NoEstimates())
+        self._estimates = estimates
+        self._quality = QualityPlanner(config.quality, layout, estimates, clock)
         # Twice what one session uses: one that waits for a slow disk does not stop the next.
         self._loaders = Workers("load", 2 * config.restore.workers)
         # Apart, so that sessions of the own disk don't queue behind those that wait for a network.
         self._remote_loaders = Workers("load-shared", max(2 * config.restore.workers, _REMOTE_LOADERS))
-
-    def judge_by(self, estimates: Estimates) -> None:
-        """From whom pauses have statistics, and what they judge codings by."""
-        self._estimates = estimates
-        self._quality = QualityPlanner(self._config.quality, self._layout, estimates, self._clock)
 
     # ---- pause ----
 
@@ -229,80 +242,54 @@ class Transfers:
 
     # ---- restore ----
 
-    def restore(
-        self,
-        key: SessionKey,
-        token_ids: array[int],
-        paused: PausedCopy | None,
-        namespace: str,
-        deadline: float,
-        isolation: Isolation,
-    ) -> RestoreReport:
-        """Bring the session to memory, if stored under `namespace`. What is wrong shortens the restore.
-
-        `token_ids` are the session's as far as this server knows: one that rests in memory has no manifest.
-        """
-        here, found, report = self._find(key, token_ids, paused, namespace, isolation)
+    def restore(self, sought: Sought, deadline: float) -> RestoreReport:
+        """Bring the session to memory. What is wrong shortens the restore."""
+        here, found, report = self._find(sought)
         if here is None:
-            return self._restore(key, found, report, paused, deadline)
+            return self._restore(sought, found, report, deadline)
         here.pin_in(here.report)
         return here.report
 
-    def prepare(
-        self,
-        key: SessionKey,
-        token_ids: array[int],
-        paused: PausedCopy | None,
-        namespace: str,
-        isolation: Isolation,
-    ) -> Prepared:
+    def prepare(self, sought: Sought) -> Prepared:
         """Find what there is of the session, for a restore to the device. Its pages in memory are pinned.
 
         Nothing is read but the manifest. What is wrong with it the report says; there are no chunks then.
         """
-        here, found, report = self._find(key, token_ids, paused, namespace, isolation)
+        here, found, report = self._find(sought)
         if here is not None:
             return here
-        self._settle_tiers(key, report, found, paused)
-        in_cache = isolation.key(key, exact=report.private is None)
-        return Prepared.of(in_cache, report, found, self.memory, self.store, self._layout, namespace)
+        self._settle_tiers(sought, report, found)
+        in_cache = sought.isolation.key(sought.key, exact=report.private is None)
+        return Prepared.of(in_cache, report, found, self.memory, self.store, self._layout, sought.namespace)
 
-    def _find(
-        self,
-        key: SessionKey,
-        token_ids: array[int],
-        paused: PausedCopy | None,
-        namespace: str,
-        isolation: Isolation,
-    ) -> tuple[Prepared | None, Found, RestoreReport]:
+    def _find(self, sought: Sought) -> tuple[Prepared | None, Found, RestoreReport]:
         """What memory has whole, pinned; else where the stored copies are, and what is to be restored."""
-        resting, found = self._locate(key, token_ids, paused, namespace, isolation)
+        resting, found = self._locate(sought)
         if resting is not None:
             return resting, found, resting.report
-        report = self._examine(key, found, paused, namespace)
-        if report.manifest is None or (report.manifest.exact and not isolation.private):
+        report, isolation = self._examine(sought, found), sought.isolation
+        manifest = report.manifest
+        if manifest is None or (manifest.exact and not isolation.private):
             return None, found, report
-        exactly = RestoreReport(manifest=report.manifest)
-        kept = Prepared.of(key, exactly, found, self.memory, self.store, self._layout, namespace)
-        if kept.chunks and kept.all_in_memory and isolation.may_be_exact:
-            self._settle_tiers(key, exactly, found, paused)  # memory has it as it was before the lossy pause
-            return kept, found, exactly
-        report.duplicated_tokens = kept.leading_in_memory
-        kept.release()
-        in_cache = isolation.key(key, exact=False)
-        names = self._hash_pages(in_cache, report.manifest.token_array)
-        report.private, report.manifest = isolation.number, under_names(report.manifest, names)
+        own = own_chunks(manifest)
+        there = list(takewhile(lambda c: self.memory.leading(c.keys) == c.ref.pages, own))
+        report.duplicated_tokens = sum(chunk.ref.tokens for chunk in there)
+        if isolation.may_be_exact and there and len(there) == len(own):
+            exactly = RestoreReport(manifest=manifest)  # memory has it as it was before the lossy pause
+            kept = Prepared.of(
+                sought.key, exactly, found, self.memory, self.store, self._layout, sought.namespace
+            )
+            if kept.all_in_memory:
+                self._settle_tiers(sought, exactly, found)
+                return kept, found, exactly
+            kept.release()  # one of its pages went meanwhile
+        names = self._hash_pages(isolation.key(sought.key, exact=False), manifest.token_array)
+        report.private, report.manifest = isolation.number, under_names(manifest, names)
         return None, found, report
 
-    def _locate(
-        self,
-        key: SessionKey,
-        token_ids: array[int],
-        paused: PausedCopy | None,
-        namespace: str,
-        isolation: Isolation,
-    ) -> tuple[Prepared | None, Found]:
+    def _locate(self, sought: Sought) -> tuple[Prepared | None, Found]:
         """What memory keeps of a session that rests there, pinned; else where its stored copies are."""
+        key, token_ids, paused, namespace, isolation = sought
         if paused is None or paused.tiers != (MEMORY,):
             return None, self.copies.find(key.digest, paused, namespace)
         in_cache = isolation.key(key, exact=True)
@@ -328,12 +315,7 @@ class Transfers:
         return None, older
 
     def _restore(
-        self,
-        key: SessionKey,
-        found: Found,
-        examined: RestoreReport,
-        paused: PausedCopy | None,
-        deadline: float,
+        self, sought: Sought, found: Found, examined: RestoreReport, deadline: float
     ) -> RestoreReport:
         if examined.manifest is None:
             return examined
@@ -344,21 +326,19 @@ class Transfers:
             examined.manifest, copies=found.copies, deadline=deadline, clock=self._clock, cancelled=self.stop
         )
         report.private, report.duplicated_tokens = examined.private, examined.duplicated_tokens
-        self._settle_tiers(key, report, found, paused)
+        self._settle_tiers(sought, report, found)
         return report
 
-    def _examine(
-        self, key: SessionKey, found: Found, paused: PausedCopy | None, namespace: str
-    ) -> RestoreReport:
+    def _examine(self, sought: Sought, found: Found) -> RestoreReport:
         """A report with the manifest to restore from; without one where there is none that can be trusted."""
         report = RestoreReport()
         if found.manifest is None:
             report.end(*found.why)
             report.corrupt_chunks = int(report.miss == "corrupt")
-            report.missing_chunks = int(report.miss == "missing" and paused is not None)
+            report.missing_chunks = int(report.miss == "missing" and sought.paused is not None)
             if report.missing_chunks:
-                self.copies.sweep(key.digest, namespace, paused)
-        elif found.manifest.hashes != self._hash_pages(key, found.manifest.token_array):
+                self.copies.sweep(sought.key.digest, sought.namespace, sought.paused)
+        elif found.manifest.hashes != self._hash_pages(sought.key, found.manifest.token_array):
             report.corrupt_chunks = 1
             report.end("corrupt", "corrupt manifest (identity: its page hashes are not those of its tokens)")
         elif any(len(plan.choices) != self._layout.layers for plan in found.manifest.layer_plans.values()):
@@ -369,18 +349,19 @@ class Transfers:
             self._estimates.goes_on(found.manifest)
         return report
 
-    def _settle_tiers(
-        self, key: SessionKey, report: RestoreReport, found: Found, paused: PausedCopy | None
-    ) -> None:
+    def _settle_tiers(self, sought: Sought, report: RestoreReport, found: Found) -> None:
         """Where the session lies, as this restore has seen it; and what it used in a shared tier lives on."""
-        manifest = report.manifest
+        manifest, paused = report.manifest, sought.paused
         if manifest is None:
             return
         report.tiers = tuple(tier.name for tier in found.tiers)
         if paused is not None and paused.paused_at == manifest.paused_at:  # out of reach is not gone
             report.tiers += tuple(name for name in found.unread if name in paused.tiers)
         if any(map(self.store.is_shared, found.tiers)):  # nobody waits for it
-            keys = [manifest_key(manifest.namespace, key.digest), *(chunk.key for chunk in manifest.chunks)]
+            keys = [
+                manifest_key(manifest.namespace, sought.key.digest),
+                *(chunk.key for chunk in manifest.chunks),
+            ]
             self._remote_loaders.submit(self.store.touch, keys)
 
     def loaders(self, tiers: Sequence[Tier]) -> tuple[Workers, int]:
