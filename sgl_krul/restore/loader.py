@@ -24,6 +24,7 @@ from sgl_krul.codec.coder import ChunkCoder
 from sgl_krul.errors import Corrupt
 from sgl_krul.layout import KvLayout
 from sgl_krul.restore.chunk_reader import READ_ERRORS, ChunkCopies, ChunkCopy, ChunkReader, Reach
+from sgl_krul.restore.coded_bytes import staged_bytes
 from sgl_krul.restore.cost import LandSample, LoadSample
 from sgl_krul.restore.load_log import LoadLog, LoadReport
 from sgl_krul.restore.pace import Pace
@@ -211,7 +212,7 @@ class SegmentLoader:
             self._from_memory(chunk.source, claim, chunk.source.pinned)
         else:
             self._peek_beside(claim.chunk)
-            for part in self._parts(claim, self._fetch.layer_bytes(chunk.source.ref)):
+            for part in self._parts(claim, staged_bytes(chunk.source.ref, self._page_bytes)):
                 self._from_tiers(chunk, part)
         self._tasks.spawn(self._turn)
 
@@ -328,7 +329,8 @@ class SegmentLoader:
         self._streams.lost(claim.chunk)
 
     def _check_sizes(self) -> None:
-        largest = max((self._fetch.layer_bytes(chunk.source.ref) for chunk in self._chunks), default=0)
+        sizes = [staged_bytes(chunk.source.ref, self._page_bytes) for chunk in self._chunks]
+        largest = max(sizes, default=0)
         if largest > self._staging.capacity_bytes:
             raise ValueError(
                 f"staging of {self._staging.capacity_bytes} bytes: a segment takes {largest}; give more"

@@ -16,7 +16,6 @@ from sgl_krul.codec.frame import verify_segment
 from sgl_krul.codec.raw import RawCodec
 from sgl_krul.errors import Corrupt, StoreError
 from sgl_krul.restore.chunk_reader import READ_ERRORS, ChunkCopy, ChunkReader
-from sgl_krul.restore.coded_bytes import staged_bytes
 from sgl_krul.restore.load_log import LoadLog
 from sgl_krul.restore.pace import Pace
 from sgl_krul.restore.staging import Staging
@@ -66,10 +65,6 @@ class SegmentFetch:
         self._coders = coders
         self._lock = Lock()
         self._staged_bytes = 0
-
-    def layer_bytes(self, ref: ChunkRef) -> int:
-        """Staging that one layer of the chunk may take."""
-        return staged_bytes(ref, self._page_bytes)
 
     def bases(self, ref: ChunkRef, first_layer: int, layers: int) -> list[int]:
         """Other layers whose segments it takes to decode these: they are fetched with them."""
@@ -132,13 +127,13 @@ class SegmentFetch:
             self._read_into(copy, copy.header.segments[run[0]].offset, views)
 
         def finish() -> None:
-            for layer, view in room.landing.items():
-                verify_segment(copy.header.segments[layer], [view])
+            coded = [layer for layer in room.rows if self._is_coded(copy, layer)]
+            for layer in room.rows.keys() - coded:
+                verify_segment(copy.header.segments[layer], [room.landing[layer]])
             coder = self._coders.get(copy.ref.plan_id)
-            layers = [layer for layer in room.rows if self._is_coded(copy, layer)]
-            if coder is not None and layers:
-                out = {layer: [room.rows[layer].reshape(-1).data] for layer in layers}
-                coder.decode_group(layers, copy.header, room.landing, room.first_token, out)
+            if coder is not None and coded:  # which verifies all that it reads
+                out = {layer: [room.rows[layer].reshape(-1).data] for layer in coded}
+                coder.decode_group(coded, copy.header, room.landing, room.first_token, out)
 
         return finish
 

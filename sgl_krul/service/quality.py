@@ -8,7 +8,7 @@ is too little to go by, what is new of the session is coded as before, or stored
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import ExitStack
 
 from sgl_krul.codec.loss import LossMeter, Queries
@@ -19,14 +19,12 @@ from sgl_krul.pause.pipeline import PageSource, Segments, Snapshot
 from sgl_krul.service.estimates import Estimates, Evidence
 from sgl_krul.strategy import (
     Method,
-    Pair,
     Plan,
     Sharing,
     Wish,
+    blind_pairs,
     choose_pairs,
-    fixed_pairs,
     loss_budget,
-    pair_count,
     plan_layers,
 )
 
@@ -84,11 +82,10 @@ class QualityPlanner:
 
     def _planned(self, chunks: list[Segments], evidence: Evidence) -> Plan:
         seen, queries = evidence.similarity, evidence.queries
-        pairs: Sequence[Pair] = ()
-        if seen is not None:
+        if seen is None:
+            pairs = blind_pairs(self._wish, self._layout.layers)
+        else:
             pairs = choose_pairs(self._wish, seen.mass(), seen.distances())
-        elif self._wish.method is Method.fixed:  # which asks how many layers there are, and no more
-            pairs = fixed_pairs(self._layout.layers, pair_count(self._layout.layers, self._wish.share))
         prices = price(
             chunks,
             self._layout,

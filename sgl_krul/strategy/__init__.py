@@ -7,7 +7,7 @@ from sgl_krul.strategy.layer_plan import RAW, LayerChoice, LayerPlan
 from sgl_krul.strategy.pairs import Pair, fixed_pairs, greedy_pairs, pair_count, random_pairs
 from sgl_krul.strategy.plan import Offer, Plan, Table, plan_layers
 from sgl_krul.strategy.quality import QUALITY_BUDGETS, Quality, loss_budget
-from sgl_krul.strategy.wish import Method, Sharing, Wish, as_asked, choose_pairs, priced_choices
+from sgl_krul.strategy.wish import Method, Sharing, Wish, as_asked, blind_pairs, choose_pairs, priced_choices
 
 __all__ = [
     "QUALITY_BUDGETS",
@@ -23,6 +23,7 @@ __all__ = [
     "Table",
     "Wish",
     "as_asked",
+    "blind_pairs",
     "choose_pairs",
     "fixed_pairs",
     "greedy_pairs",

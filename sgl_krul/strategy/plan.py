@@ -16,28 +16,9 @@ from typing import TypeAlias
 from sgl_krul.strategy.ladder import Option, cheapest_within, ladder
 from sgl_krul.strategy.layer_plan import CODINGS, RAW, LayerChoice, LayerPlan
 from sgl_krul.strategy.pairs import Pair, pair_count
-from sgl_krul.strategy.quality import QUALITY_BUDGETS, Quality, loss_budget
-from sgl_krul.strategy.wish import Method, Sharing, Wish, as_asked, choose_pairs, priced_choices
+from sgl_krul.strategy.wish import Wish
 
-__all__ = [
-    "QUALITY_BUDGETS",
-    "RAW",
-    "LayerChoice",
-    "LayerPlan",
-    "Method",
-    "Offer",
-    "Pair",
-    "Plan",
-    "Quality",
-    "Sharing",
-    "Table",
-    "Wish",
-    "as_asked",
-    "choose_pairs",
-    "loss_budget",
-    "plan_layers",
-    "priced_choices",
-]
+__all__ = ["Offer", "Plan", "Table", "plan_layers"]
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from sgl_krul.strategy.ir_layers import ir_layers
 from sgl_krul.strategy.layer_plan import RAW, LayerChoice, LayerPlan
 from sgl_krul.strategy.pairs import Pair, fixed_pairs, greedy_pairs, pair_count, random_pairs
 
-__all__ = ["Method", "Sharing", "Wish", "as_asked", "choose_pairs", "priced_choices"]
+__all__ = ["Method", "Sharing", "Wish", "as_asked", "blind_pairs", "choose_pairs", "priced_choices"]
 
 _LADDER = ("int4", "int8", "bf16")  # a layer by itself, cheapest first; above them all is raw
 
@@ -117,14 +117,20 @@ def choose_pairs(
     layers = len(mass)
     if distances.shape != (layers, layers):
         raise ValueError(f"distances: expected [{layers}, {layers}], as mass; got {list(distances.shape)}")
-    if not wish.shares:
-        return ()
-    count = pair_count(layers, wish.share)
+    if wish.method in (Method.krul, Method.auto):
+        return greedy_pairs(distances, ir_layers(mass, wish.gamma), pair_count(layers, wish.share))
+    return blind_pairs(wish, layers)
+
+
+def blind_pairs(wish: Wish, layers: int) -> tuple[Pair, ...]:
+    """The pairs of a wish for so many layers where nothing is known of the history: fixed and random have
+    theirs, the others none.
+    """
     if wish.method is Method.fixed:
-        return fixed_pairs(layers, count)
+        return fixed_pairs(layers, pair_count(layers, wish.share))
     if wish.method is Method.random:
-        return random_pairs(layers, count, wish.seed)
-    return greedy_pairs(distances, ir_layers(mass, wish.gamma), count)
+        return random_pairs(layers, pair_count(layers, wish.share), wish.seed)
+    return ()
 
 
 def priced_choices(wish: Wish, layers: int, pairs: Sequence[Pair]) -> list[list[LayerChoice]]:

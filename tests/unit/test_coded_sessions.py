@@ -52,13 +52,6 @@ COUNT = 150  # 9 full pages: chunks of 4, 4 and 1
 BODY = 4096  # where the body of a chunk's file begins
 
 
-@pytest.fixture
-def ssd(tmp_path: Path) -> Iterator[SsdTier]:
-    with open_ssd(tmp_path / "ssd") as tier:
-        yield tier
-        assert tier.check() == []
-
-
 def pause(
     session: Chat,
     tier: Tier,
@@ -232,14 +225,14 @@ def flip(tier_root: Path, key: str, at: int) -> None:
 
 
 @pytest.mark.parametrize("layer", [0, 3])  # an owner, and its partner
-def test_a_damaged_segment_of_a_pair_is_a_hole(ssd: SsdTier, tmp_path: Path, layer: int) -> None:
+def test_a_damaged_segment_of_a_pair_is_a_hole(ssd: SsdTier, store: Path, layer: int) -> None:
     session = chat(COUNT)
     manifest = pause(session, ssd, PLANS["merged pairs"]).manifest
     expected = decoded(ssd, manifest)
     key = manifest.chunks[1].key
     header = ssd.read_header(key)
     assert header is not None
-    flip(tmp_path / "ssd", key, BODY + decode_header(header).segments[layer].offset + 3)
+    flip(store, key, BODY + decode_header(header).segments[layer].offset + 3)
     with loading([ssd], manifest, can_compute=True) as load:
         load.run()
         assert load.loader.report.lost == [1]
@@ -250,14 +243,14 @@ def test_a_damaged_segment_of_a_pair_is_a_hole(ssd: SsdTier, tmp_path: Path, lay
         assert there[:, 8:].all()
 
 
-def test_a_damaged_copy_is_replaced_by_the_next_tiers(ssd: SsdTier, tmp_path: Path) -> None:
+def test_a_damaged_copy_is_replaced_by_the_next_tiers(ssd: SsdTier, store: Path, tmp_path: Path) -> None:
     session = chat(COUNT)
     manifest = pause(session, ssd, PLANS["raw pairs"]).manifest
     with open_ssd(tmp_path / "second") as second:
         copied = copy_session(manifest, ssd, second, stopped=lambda: False).manifest
         assert copied.layer_plans == manifest.layer_plans
         expected = decoded(second, copied)
-        flip(tmp_path / "ssd", manifest.chunks[0].key, BODY + 5)
+        flip(store, manifest.chunks[0].key, BODY + 5)
         with loading([ssd, second], manifest) as load:
             load.run()
             np.testing.assert_array_equal(load.slots.bytes, expected)

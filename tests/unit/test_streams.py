@@ -56,6 +56,23 @@ def load_all(streams: Streams, max_bytes: int = 10**9) -> list[Claim]:
     return claims
 
 
+def fall_behind(streams: Streams, clock: Time) -> None:
+    """One claim, over a slow link."""
+    claim = streams.claim(1)
+    assert claim is not None
+    clock.now += 2.0
+    land(streams, claim)
+
+
+def compute(streams: Streams, clock: Time, slices: int, *, each_s: float) -> None:
+    """So many slices."""
+    for _ in range(slices):
+        piece = streams.next_slice(streams.view())
+        assert piece is not None
+        clock.now += each_s
+        streams.computed(piece)
+
+
 def compute_all(streams: Streams) -> list[Slice]:
     slices = []
     while (piece := streams.next_slice(streams.view())) is not None:
@@ -305,15 +322,8 @@ def test_idle_time_is_what_no_span_of_the_stream_covers() -> None:
 def test_no_claim_is_begun_that_compute_would_wait_for(adaptive: bool, claimed: bool) -> None:
     clock = Time()
     streams = make(2, clock=clock, depths=[LAYERS - 1] * 2, adaptive=adaptive)
-    claim = streams.claim(1)
-    assert claim is not None
-    clock.now += 2.0  # a slow link
-    land(streams, claim)
-    for _ in range(3):  # both chunks, layer by layer, in .1 s each
-        piece = streams.next_slice(streams.view())
-        assert piece is not None
-        clock.now += 0.1
-        streams.computed(piece)
+    fall_behind(streams, clock)
+    compute(streams, clock, 3, each_s=0.1)  # both chunks, layer by layer
     claim = streams.claim(1)
     assert claim is not None
     assert (claim.layers > 0) == claimed
@@ -327,15 +337,8 @@ def test_no_claim_is_begun_that_compute_would_wait_for(adaptive: bool, claimed: 
 def test_what_memory_has_is_claimed_whatever_compute_does() -> None:
     clock = Time()
     streams = make(3, clock=clock, whole=frozenset({0, 1}))
-    slow = streams.claim(1)
-    assert slow is not None
-    clock.now += 2.0
-    land(streams, slow)
-    for _ in range(2):
-        piece = streams.next_slice(streams.view())
-        assert piece is not None
-        clock.now += 0.01
-        streams.computed(piece)
+    fall_behind(streams, clock)
+    compute(streams, clock, 2, each_s=0.01)
     claim = streams.claim(1)
     assert claim is not None
     assert (claim.chunk, claim.layers > 0) == (1, True)
@@ -344,15 +347,8 @@ def test_what_memory_has_is_claimed_whatever_compute_does() -> None:
 def test_loads_go_on_when_compute_fails() -> None:
     clock = Time()
     streams = make(2, clock=clock)
-    slow = streams.claim(1)
-    assert slow is not None
-    clock.now += 2.0
-    land(streams, slow)
-    for _ in range(2):
-        piece = streams.next_slice(streams.view())
-        assert piece is not None
-        clock.now += 0.01
-        streams.computed(piece)
+    fall_behind(streams, clock)
+    compute(streams, clock, 2, each_s=0.01)
     claim = streams.claim(1)
     assert claim is not None
     assert not claim.layers
@@ -364,11 +360,7 @@ def test_loads_go_on_when_compute_fails() -> None:
 def test_where_loads_are_sooner_they_go_on_to_the_last_cell() -> None:
     clock = Time()
     streams = make(2, clock=clock)
-    for _ in range(2):
-        piece = streams.next_slice(streams.view())
-        assert piece is not None
-        clock.now += 0.1
-        streams.computed(piece)
+    compute(streams, clock, 2, each_s=0.1)
     claims = 0
     while (claim := streams.claim(1)) is not None:
         claims += 1
