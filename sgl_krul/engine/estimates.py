@@ -141,9 +141,8 @@ class SessionEstimates:
             return None
         with self._lock:
             estimate = self._estimates.get(digest)
-            seen = estimate is not None and estimate.similarity.rows > 0
-            similarity = deepcopy(estimate.similarity) if estimate is not None and seen else None
-        return Evidence(queries, self._scale, similarity)
+            sums = None if estimate is None or not estimate.similarity.rows else deepcopy(estimate.similarity)
+        return Evidence(queries, self._scale, sums)
 
     def goes_on(self, manifest: Manifest) -> None:
         """See Estimates. Statistics that can't be read, or that are of another kind, are as good as none."""
